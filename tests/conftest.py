@@ -1,0 +1,23 @@
+"""What every test file shares: one torch thread, one meaning of TRITON_INTERPRET, `gpu` tests skipped without a GPU."""
+
+import os
+
+import pytest
+import torch
+
+# Two pytest workers share two cores. Rank threads of a LocalGroup set their own number.
+torch.set_num_threads(1)
+
+# Triton reads this when it decorates a kernel, and every test file is imported before the first test runs: decided here,
+# before anything imports a kernel, or the first file to set it would decide for the files collected after it.
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+def pytest_collection_modifyitems(items):
+    """Skip `gpu` tests, with the reason in the report, where there is no CUDA device."""
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
