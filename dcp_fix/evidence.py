@@ -1,7 +1,7 @@
 """Equality, digests and recorded runs: what "identical" and "close" mean here, and how a run becomes evidence.
 
-`same_bytes` compares bits: equal NaN payloads are the same, 0.0 and -0.0 are not. `close` counts units in the last place
-of the compared dtype, and NaN is close to nothing. Only the first may be called identical.
+`same_bytes` compares bits: equal NaN payloads are the same, 0.0 and -0.0 are not. `close` counts units in the last
+place of the compared dtype, and NaN is close to nothing. Only the first may be called identical.
 
 A record is one JSON file that names its hardware, driver, versions, commit and command. It appears whole or not at all.
 
@@ -43,7 +43,7 @@ VERSION_FIELDS = {"python": str, "torch": str, "triton": (str, type(None)), "cud
 
 
 def raw_bytes(data) -> bytes:
-    """The bytes of a tensor (row-major, its own dtype), of a list of ints (as int64, little-endian), or bytes as they are."""
+    """The bytes of a tensor (row-major, its own dtype), of a list of ints (as int64), or bytes as they are."""
     if isinstance(data, bytes):
         return data
     if not isinstance(data, torch.Tensor):
@@ -72,9 +72,9 @@ def same_bytes(a, b) -> bool:
 def ulps_apart(a: torch.Tensor, b: torch.Tensor, floor=0.0) -> float:
     """The largest difference between two floating-point tensors of one dtype and shape, in units in the last place.
 
-    The unit is that of the larger of |a|, |b| and `floor`, so 1.0 and its neighbour below are half a unit apart. Sums that
-    cancel leave tiny elements with the rounding of large ones: name the magnitude of the summands as `floor` (a number, or a
-    tensor that broadcasts). A NaN anywhere, or an infinity that the other side lacks, is `math.inf` apart.
+    The unit is that of the larger of |a|, |b| and `floor`, so 1.0 and its neighbour below are half a unit apart. Sums
+    that cancel leave tiny elements with the rounding of large ones: name the magnitude of the summands as `floor` (a
+    number, or a tensor that broadcasts). A NaN anywhere, or an infinity that the other side lacks, is `math.inf` apart.
     """
     if a.dtype != b.dtype or a.shape != b.shape or not a.is_floating_point():
         raise ValueError(
@@ -98,12 +98,12 @@ def unit_in_last_place(magnitude: torch.Tensor, dtype: torch.dtype) -> torch.Ten
 
 
 def close(a: torch.Tensor, b: torch.Tensor, ulps: float, floor=0.0) -> bool:
-    """Whether no element of `a` is further than `ulps` units from `b`; see `ulps_apart` for the unit and for `floor`."""
+    """Whether no element of `a` is further than `ulps` units from `b`; `ulps_apart` defines the unit and `floor`."""
     return ulps_apart(a, b, floor) <= ulps
 
 
 def first_difference(a, b):
-    """Where two token lists, bytes or tensors first differ in a bit: an index (a tuple for a tensor of several dimensions).
+    """Where two token lists, bytes or tensors first differ in a bit: an index, a tuple for a tensor of several dims.
 
     None if they are the same. A list that is the start of the other differs where it ends.
     """
@@ -169,7 +169,7 @@ def versions() -> dict:
 def commit() -> tuple[str | None, bool | None]:
     """The commit of this source tree and whether tracked files differ from it; (None, None) outside a git checkout.
 
-    A copy without its .git (on a borrowed GPU machine, say) can be told: DCP_FIX_COMMIT=<sha>, with "-dirty" appended if so.
+    A copy of the tree that left its .git behind can be told: DCP_FIX_COMMIT=<sha>, with "-dirty" appended if it is.
     """
     told = os.environ.get("DCP_FIX_COMMIT")
     if told:
@@ -220,7 +220,7 @@ def write_json(path, value) -> None:
 
 
 def record(path, command: str, results) -> dict:
-    """Write a run's `results` (dict or list) to `path` with its hardware, versions, commit and command; returns the record."""
+    """Write `results` (dict or list) to `path` with hardware, versions, commit and command; returns the record."""
     sha, dirty = commit()
     written = {
         "schema_version": SCHEMA_VERSION,

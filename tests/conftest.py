@@ -8,8 +8,8 @@ import torch
 # Two pytest workers share two cores. Rank threads of a LocalGroup set their own number.
 torch.set_num_threads(1)
 
-# Triton reads this when it decorates a kernel, and every test file is imported before the first test runs: decided here,
-# before anything imports a kernel, or the first file to set it would decide for the files collected after it.
+# Triton reads this when it decorates a kernel, and every test file is imported before the first test runs: decided
+# here, or the first file to set it would decide for the files collected after it.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
