@@ -13,9 +13,9 @@ first I positions go to rank 0, the next I to rank 1, and after rank D - 1 the d
     local index   p // (D * I) * I + p % I                                 where p lies in its owner's shard
     local length  L // (D * I) * I + clamp(L % (D * I) - r * I, 0, I)      how many of positions 0 .. L - 1 rank r holds
 
-A local index becomes a *slot* (a row of the paged cache) through the rank's own block table. Where another rank owns the
-position the slot is -1. That -1 says "do not write the cache here" and nothing more: reading it as "padding, nothing to
-do" is the origin of two of the defects that this project repairs (vLLM issues 50095 and 54907).
+A local index becomes a *slot* (a row of the paged cache) through the rank's own block table. Where another rank owns
+the position the slot is -1. That -1 says "do not write the cache here" and nothing more: reading it as "padding,
+nothing to do" is the origin of two of the defects that this project repairs (vLLM issues 50095 and 54907).
 
 Units: positions, lengths and indices count tokens; D = `dcp_size` ranks, r = `dcp_rank`, I = `interleave` tokens.
 Every function takes ints or integer tensors of any shape, and D = 1 is no special case. Source of the formulas: vLLM's
