@@ -42,7 +42,8 @@ clean:
 	rm -rf $(VENV) build dist slides *.egg-info .pytest_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
-$(PY):
+# pip arrives last, so a venv that was cut short is made again.
+$(VENV)/bin/pip:
 	@python=$$(for name in $(if $(PYTHON),"$(PYTHON)",python3 python3.12 python3.11); do \
 	    if "$$name" -c "$(RIGHT_VERSION)" 2>/dev/null; then echo "$$name"; break; fi; done); \
 	if [ -z "$$python" ]; then \
@@ -51,10 +52,10 @@ $(PY):
 	fi; \
 	echo "$$python -m venv $(VENV)"; "$$python" -m venv $(VENV)
 
-$(VENV)/.core: pyproject.toml constraints.txt | $(PY)
+$(VENV)/.core: pyproject.toml constraints.txt | $(VENV)/bin/pip
 	$(PIP_INSTALL) --editable .
 	touch $@
 
-$(VENV)/.all: pyproject.toml constraints.txt | $(PY)
+$(VENV)/.all: pyproject.toml constraints.txt | $(VENV)/bin/pip
 	$(PIP_INSTALL) --editable '.[lab,test]'
 	touch $@ $(VENV)/.core
