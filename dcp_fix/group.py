@@ -1,0 +1,304 @@
+"""Groups: the five collectives that tensor and decode context parallelism need.
+
+`Group` is what the SPMD code sees: a rank, a size, and all_gather, all_reduce, reduce_scatter, all_to_all, broadcast.
+`LocalGroup` runs the ranks as threads of one process on one device, so that a notebook can look at all of them at once;
+`SingleGroup` is a group of one, so that DCP1 needs no special case. A transport implements one method, `_exchange`
+(and overrides a collective where it can move fewer bytes); the arithmetic is here.
+
+Sums run in rank order, in fp32 (integers in their own type), and are rounded to the input's type once: a result depends
+neither on the transport nor on how it schedules. Every collective returns fresh memory, or `out` if one is given.
+
+A communicator that silently does nothing hands back uninitialised memory (vLLM 0.30.0 with an NCCL that it cannot load:
+`reduce_scatter` returned an unwritten `torch.empty`). So each group proves itself with known sums before its first use.
+
+It does not: overlap communication with computation, differentiate, or move anything between processes (see TorchGroup).
+"""
+
+import threading
+import time
+from collections.abc import Callable
+from contextlib import ExitStack
+
+import torch
+
+TIMEOUT_S = 300.0  # how long a rank waits for the others in one collective
+GRACE_S = 5.0  # how long `LocalGroup.run` waits, after a failure, for ranks that still compute
+ORDER_PROBE = 2.0**24  # the first integer to which fp32 cannot add 1: tells rank order from any other order
+
+
+class GroupError(RuntimeError):
+    """A collective could not be carried out; the message names the rank and the reason."""
+
+
+def ordered_sum(parts: list[torch.Tensor]) -> torch.Tensor:
+    """parts[0] + parts[1] + ... in that order: floats in fp32 at least, then rounded once to their own type."""
+    dtype = parts[0].dtype
+    total = parts[0].to(torch.promote_types(dtype, torch.float32) if dtype.is_floating_point else dtype, copy=True)
+    for part in parts[1:]:
+        total += part
+    return total.to(dtype)
+
+
+class Group:
+    """`size` ranks of which this object is number `rank`. All ranks call the same collectives in the same order."""
+
+    rank: int
+    size: int
+
+    def _exchange(self, op: str, x: torch.Tensor, read: Callable[[list[torch.Tensor]], torch.Tensor]) -> torch.Tensor:
+        """Return read([x of rank 0, x of rank 1, ...]); `read` must return fresh memory."""
+        raise NotImplementedError
+
+    def all_gather(self, x, dim=0, out=None):
+        """[..., n, ...] on each rank -> [..., size * n, ...] on every rank."""
+        return _into(out, self._exchange(f"all_gather(dim={dim})", x, lambda parts: torch.cat(parts, dim)))
+
+    def all_reduce(self, x, out=None):
+        return _into(out, self._exchange("all_reduce", x, ordered_sum))
+
+    def reduce_scatter(self, x, dim=0, out=None):
+        """[..., size * n, ...] -> [..., n, ...]: the sum over ranks of this rank's slice."""
+        _divides(self.size, x, dim, "reduce_scatter")
+        mine = slice_of(dim, self.rank, x.shape[dim] // self.size)
+        read = lambda parts: ordered_sum([part[mine(part)] for part in parts])  # noqa: E731
+        return _into(out, self._exchange(f"reduce_scatter(dim={dim})", x, read))
+
+    def all_to_all(self, x, out=None):
+        """x[s] goes to rank s; row s of the result came from rank s. x [size, ...]."""
+        if x.shape[0] != self.size:
+            raise GroupError(f"all_to_all needs one row for each of {self.size} ranks, got {list(x.shape)}")
+        return _into(out, self._exchange("all_to_all", x, lambda parts: torch.stack([p[self.rank] for p in parts])))
+
+    def broadcast(self, x, src=0, out=None):
+        """The tensor of rank `src` on every rank; the others pass one of the same shape and type."""
+        return _into(out, self._exchange(f"broadcast(src={src})", x, lambda parts: parts[src].clone()))
+
+    def replicated(self, fn):
+        """fn(), for work whose result is the same on every rank.
+
+        Threads that share a processor would only queue for it, so a LocalGroup computes it once, on its rank 0, and
+        hands every rank the same object: treat it as read-only. Other groups call fn() on each rank.
+        """
+        return fn()
+
+    def subgroup(self, size: int) -> "Group":
+        """The group of `size` consecutive ranks that this rank is in; every rank must call it."""
+        raise NotImplementedError
+
+    def self_test(self, device="cpu"):
+        """Run every collective on known numbers; raise GroupError if any answer is not the known one."""
+        parts = [_probe(rank, self.size).to(device) for rank in range(self.size)]
+        x, row = parts[self.rank], slice(self.rank, self.rank + 1)
+        total = ordered_sum(parts)
+        known = {
+            "all_gather": (self.all_gather(x), torch.cat(parts)),
+            "all_reduce": (self.all_reduce(x), total),
+            "reduce_scatter": (self.reduce_scatter(x), total[row]),
+            "all_to_all": (self.all_to_all(x), torch.cat([part[row] for part in parts])),
+            "broadcast": (self.broadcast(x, src=self.size - 1), parts[-1]),
+        }
+        for op, (got, want) in known.items():
+            if got.shape != want.shape or not torch.equal(got, want):
+                raise GroupError(
+                    f"{type(self).__name__} rank {self.rank} of {self.size}: {op} of known numbers gave "
+                    f"{got.tolist()}, expected {want.tolist()}; the communicator is broken or disabled (check that its "
+                    "library loads), refusing to go on"
+                )
+
+
+class SingleGroup(Group):
+    """A group of one rank: the collectives copy."""
+
+    rank, size = 0, 1
+
+    def _exchange(self, op, x, read):
+        return read([x])
+
+    def subgroup(self, size):
+        _group_size(size, self.size)
+        return self
+
+
+class LocalGroup(Group):
+    """One rank of a group whose ranks are threads of this process. Made by `LocalGroup.run` and `subgroup` only."""
+
+    def __init__(self, world: "_World", members: range, rank: int):
+        self.world, self.members, self.rank, self.size = world, members, rank, len(members)
+        self.meeting = world.meeting(members)
+
+    @staticmethod
+    def run(size: int, fn, *args, timeout: float = TIMEOUT_S, device="cpu") -> list:
+        """Call fn(group, *args) once per rank, each in its own thread; return the results in rank order.
+
+        If a rank raises, returns early, calls another collective than the others or stays away longer than `timeout`
+        seconds, every waiting rank is released and one GroupError names that rank and the reason.
+        Each rank computes with one intra-op thread. `device` is where the self-test runs.
+        """
+        if size < 1:
+            raise GroupError(f"a group needs at least one rank, got size {size}")
+        return _World(size, timeout, device).run(fn, args)
+
+    def _exchange(self, op, x, read):
+        signature = f"{op} of {str(x.dtype).removeprefix('torch.')} {list(x.shape)} on {x.device.type}"
+        return self.meeting.exchange(self.rank, signature, x, read)
+
+    def replicated(self, fn):
+        value = fn() if self.rank == 0 else None
+        return self.meeting.exchange(self.rank, "replicated", value, lambda values: values[0])
+
+    def subgroup(self, size):
+        _group_size(size, self.size)
+        first = self.rank // size * size
+        group = LocalGroup(self.world, self.members[first : first + size], self.rank - first)
+        group.self_test(self.world.device)
+        return group
+
+
+class _World:
+    """The threads of one `LocalGroup.run`, and the first failure among them."""
+
+    def __init__(self, size: int, timeout: float, device):
+        self.size, self.timeout, self.device = size, timeout, device
+        self.changed = threading.Condition()
+        self.meetings: dict[range, _Meeting] = {}
+        self.results = [None] * size
+        self.done: set[int] = set()
+        self.failure: tuple[str, BaseException | None] | None = None
+
+    def meeting(self, members: range) -> "_Meeting":
+        with self.changed:
+            return self.meetings.setdefault(members, _Meeting(self, members))
+
+    def run(self, fn, args):
+        intra_op, modes = torch.get_num_threads(), _thread_local_modes()
+        threads = [
+            threading.Thread(target=self._rank_main, args=(rank, fn, args, modes), daemon=True, name=f"rank{rank}")
+            for rank in range(self.size)
+        ]
+        try:
+            for thread in threads:
+                thread.start()
+            self._wait()
+        except BaseException as interrupt:  # Ctrl-C in the caller: let no rank wait for ever
+            self.fail("the caller was interrupted", interrupt)
+            raise
+        finally:
+            torch.set_num_threads(intra_op)
+        if self.failure:
+            reason, cause = self.failure
+            raise GroupError(reason) from cause
+        return self.results
+
+    def _wait(self):
+        with self.changed:
+            self.changed.wait_for(lambda: self.failure or len(self.done) == self.size)
+            self.changed.wait_for(lambda: len(self.done) == self.size, GRACE_S)  # after a failure: daemons, left behind
+
+    def _rank_main(self, rank, fn, args, modes):
+        try:
+            torch.set_num_threads(1)  # the ranks are the parallelism
+            with modes():
+                group = LocalGroup(self, range(self.size), rank)
+                group.self_test(self.device)
+                self.results[rank] = fn(group, *args)
+        except _Released:
+            pass  # another rank failed, and that one is reported
+        except BaseException as error:  # noqa: BLE001 - re-raised in the caller by `run`
+            self.fail(f"rank {rank} of {self.size} failed: {type(error).__name__}: {error}", error)
+        finally:
+            with self.changed:
+                self.done.add(rank)
+                self.changed.notify_all()
+
+    def fail(self, reason, cause=None):
+        """Record the first failure and release everyone who waits."""
+        with self.changed:
+            self.failure = self.failure or (reason, cause)
+            self.changed.notify_all()
+
+
+class _Released(BaseException):
+    """Unwinds a rank that waits for a rank that failed."""
+
+
+class _Meeting:
+    """Where the members of one group hand each other tensors: two phases, so that nobody leaves while another reads."""
+
+    def __init__(self, world: _World, members: range):
+        self.world, self.members = world, members
+        self.slots: list = [None] * len(members)
+        self.arrived, self.phase = set(), 0
+
+    def exchange(self, rank, signature, value, read):
+        self.slots[rank] = (signature, value)
+        self._meet(rank, signature)
+        slots = list(self.slots)
+        if any(other != signature for other, _ in slots):
+            self._disagree(slots)
+        result = read([value for _, value in slots])
+        self._meet(rank, signature)
+        self.slots[rank] = None  # everyone has read it
+        return result
+
+    def _meet(self, rank, signature):
+        world = self.world
+        with world.changed:
+            phase = self.phase
+            self.arrived.add(self.members[rank])
+            if len(self.arrived) == len(self.members):
+                self.arrived, self.phase = set(), phase + 1
+                world.changed.notify_all()
+            deadline = time.monotonic() + world.timeout
+            while self.phase == phase and not world.failure:
+                absent = set(self.members) - self.arrived
+                if absent & world.done:
+                    world.fail(f"rank {min(absent & world.done)} returned while others wait for it in {signature}")
+                elif not world.changed.wait(deadline - time.monotonic()) and time.monotonic() >= deadline:
+                    world.fail(f"rank {min(absent)} did not reach {signature} within {world.timeout:g} s")
+            if world.failure:
+                raise _Released
+
+    def _disagree(self, slots):
+        calls = "; ".join(f"rank {rank}: {signature}" for rank, (signature, _) in zip(self.members, slots, strict=True))
+        self.world.fail(f"the ranks called different collectives or passed different shapes: {calls}")
+        raise _Released
+
+
+def _probe(rank: int, size: int) -> torch.Tensor:
+    """[size, 2]: numbers that name rank and row, and a column whose fp32 sum is 0 in rank order and in no other."""
+    order = ORDER_PROBE if rank == 0 else -ORDER_PROBE if rank == size - 1 else 1.0
+    return torch.stack([1.0 + torch.arange(size) + 100 * rank, torch.full((size,), order)], dim=1)
+
+
+def _thread_local_modes():
+    """What torch keeps per thread and a rank must take over from the caller: grad mode, inference mode, CUDA stream."""
+    inference, grad = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
+    stream = torch.cuda.current_stream() if torch.cuda.is_available() else None
+
+    def modes():
+        stack = ExitStack()
+        stack.enter_context(torch.inference_mode(inference))
+        stack.enter_context(torch.set_grad_enabled(grad))
+        stack.enter_context(torch.cuda.stream(stream))
+        return stack
+
+    return modes
+
+
+def slice_of(dim: int, index: int, length: int):
+    """Selects the index-th piece of `length` along `dim`."""
+    return lambda x: (slice(None),) * (dim % x.dim()) + (slice(index * length, (index + 1) * length),)
+
+
+def _into(out, result):
+    return result if out is None else out.copy_(result)
+
+
+def _divides(size, x, dim, op):
+    if x.shape[dim] % size:
+        raise GroupError(f"{op} over {size} ranks cannot split dimension {dim} of {list(x.shape)} evenly")
+
+
+def _group_size(size, available):
+    if size < 1 or available % size:
+        raise GroupError(f"a subgroup of {size} ranks does not divide a group of {available}; use a divisor")
