@@ -18,12 +18,12 @@ latent job, so that dense prefill read key rows that nobody had written (issue 5
 Formulas, all in fp32, rounded once to the type of the output:
     rms_norm(x)   = x / sqrt(mean(x^2) + eps)
     layer_norm(x) = (x - mean) / sqrt(var + eps) * weight + bias
-    rotate        : pair (a, b) -> (a cos - b sin, b cos + a sin). Interleaved pairs are (x[2i], x[2i+1]): the latent key
-                    always, the indexer of GLM. Split-half pairs are (x[i], x[i + R/2]): the indexer of DeepSeek
+    rotate        : pair (a, b) -> (a cos - b sin, b cos + a sin). Interleaved pairs are (x[2i], x[2i+1]): the latent
+                    key always, the indexer of GLM. Split-half pairs are (x[i], x[i + R/2]): the indexer of DeepSeek
 Source: DeepSeek-V3.2 report; behaviour of vLLM's `fused_norm_rope`, which this does not copy.
 
 A position outside the cos/sin table is legal where it cannot matter: padded rows carry anything, 10**6 for instance.
-Rows that need no key never read the table. Rows with a negative slot whose dense key is asked for read the table clamped
+Rows that need no key never read the table. Rows with a negative slot whose dense key is asked for read it clamped
 to its ends, so every requested row is written and nothing outside is read. A row that owns a slot must have a position
 in the table; on a CPU that is checked, on a GPU a check would stall the stream, so there it is clamped like the rest.
 
