@@ -9,19 +9,15 @@ This file does not decide what to compare, and it never rounds a number.
 """
 
 import hashlib
-import importlib.metadata
 import json
 import math
 import os
-import platform
-import shlex
-import subprocess
-import sys
 from datetime import UTC, datetime
 from pathlib import Path
 
 import torch
 
+from dcp_fix import machine
 from dcp_fix.errors import UserError
 
 SCHEMA_VERSION = 1
@@ -37,9 +33,6 @@ FIELDS = {
 }
 HARDWARE_FIELDS = {"cpu": str, "cores": int, "gpus": list, "driver": (str, type(None))}
 VERSION_FIELDS = {"python": str, "torch": str, "triton": (str, type(None)), "cuda": (str, type(None))}
-
-
-# --- equality ---------------------------------------------------------------------------------------------------------
 
 
 def raw_bytes(data) -> bytes:
@@ -93,8 +86,9 @@ def ulps_apart(a: torch.Tensor, b: torch.Tensor, floor=0.0) -> float:
 def unit_in_last_place(magnitude: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
     """The spacing of `dtype` at each magnitude (fp64): 2**exponent * eps, and never below the smallest subnormal."""
     info = torch.finfo(dtype)
-    exponent = torch.frexp(magnitude.clamp_min(info.smallest_normal)).exponent - 1
-    return torch.ldexp(torch.tensor(info.eps, dtype=torch.float64), exponent)
+    bits = magnitude.clamp_min(info.smallest_normal).contiguous().view(torch.int64)
+    power_of_two = (bits & 0x7FF0_0000_0000_0000).view(torch.float64)  # exponent field alone: exact, unlike pow or log2
+    return power_of_two * info.eps
 
 
 def close(a: torch.Tensor, b: torch.Tensor, ulps: float, floor=0.0) -> bool:
@@ -115,90 +109,12 @@ def first_difference(a, b):
         raise ValueError(
             f"cannot compare {a.dtype} {tuple(a.shape)} with {b.dtype} {tuple(b.shape)} element by element"
         )
+    if same_bytes(a, b):
+        return None
     rows = [t.detach().cpu().contiguous().view(-1).view(torch.uint8).view(a.numel(), -1) for t in (a, b)]
     differs = (rows[0] != rows[1]).any(dim=1).nonzero()
-    if len(differs) == 0:
-        return None
     index = tuple(int(i) for i in torch.unravel_index(differs[0, 0], a.shape))
     return index[0] if a.dim() == 1 else index
-
-
-# --- where a run happened ---------------------------------------------------------------------------------------------
-
-
-def hardware() -> dict:
-    """CPU model, cores usable by this process, GPU names in order, and the driver's version (None without a GPU)."""
-    gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-    return {
-        "cpu": cpu_model(),
-        "cores": len(os.sched_getaffinity(0)),
-        "gpus": gpus,
-        "driver": driver() if gpus else None,
-    }
-
-
-def cpu_model() -> str:
-    """The CPU's name as Linux gives it, else what Python knows."""
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
-
-
-def driver() -> str | None:
-    """The NVIDIA driver's version, or None where nvidia-smi is absent or fails."""
-    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    lines = (output_of(query) or "").split()
-    return lines[0] if lines else None
-
-
-def versions() -> dict:
-    """Versions of Python, torch, triton and of the CUDA that torch was built for (None where there is none)."""
-    try:
-        triton = importlib.metadata.version("triton")
-    except importlib.metadata.PackageNotFoundError:
-        triton = None
-    return {
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "triton": triton,
-        "cuda": torch.version.cuda,
-    }
-
-
-def commit() -> tuple[str | None, bool | None]:
-    """The commit of this source tree and whether tracked files differ from it; (None, None) outside a git checkout.
-
-    A copy of the tree that left its .git behind can be told: DCP_FIX_COMMIT=<sha>, with "-dirty" appended if it is.
-    """
-    told = os.environ.get("DCP_FIX_COMMIT")
-    if told:
-        return told.removesuffix("-dirty"), told.endswith("-dirty")
-    root = Path(__file__).resolve().parent.parent
-    if not (root / ".git").exists():
-        return None, None
-    sha = output_of(["git", "-C", str(root), "rev-parse", "HEAD"])
-    if sha is None:
-        return None, None
-    return sha.strip(), bool(output_of(["git", "-C", str(root), "status", "--porcelain", "--untracked-files=no"]))
-
-
-def output_of(command: list[str]) -> str | None:
-    """Standard output of a short command, or None if it is not installed or fails."""
-    try:
-        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=20).stdout
-    except (OSError, subprocess.SubprocessError):
-        return None
-
-
-def command_line() -> str:
-    """This process's command, quoted for a shell, with the program's name but not its folder."""
-    program = Path(sys.argv[0])
-    name = "python -m dcp_fix" if program.name == "__main__.py" else program.name
-    return " ".join([name, *map(shlex.quote, sys.argv[1:])])
-
-
-# --- records ----------------------------------------------------------------------------------------------------------
 
 
 def write_json(path, value) -> None:
@@ -221,15 +137,15 @@ def write_json(path, value) -> None:
 
 def record(path, command: str, results) -> dict:
     """Write `results` (dict or list) to `path` with hardware, versions, commit and command; returns the record."""
-    sha, dirty = commit()
+    sha, dirty = machine.commit()
     written = {
         "schema_version": SCHEMA_VERSION,
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": command,
         "commit": sha,
         "dirty": dirty,
-        "hardware": hardware(),
-        "versions": versions(),
+        "hardware": machine.hardware(),
+        "versions": machine.versions(),
         "results": results,
     }
     check_record(written, path)

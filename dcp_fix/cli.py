@@ -1,0 +1,86 @@
+"""The command line: thin wrappers that import a module only to run it, so that `--help` never waits for torch.
+
+A `UserError` becomes one line on standard error and exit status 2; anything else is a bug and keeps its traceback.
+"""
+
+import sys
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from dcp_fix import __version__
+from dcp_fix.errors import UserError
+
+app = typer.Typer(
+    name="dcp-fix",
+    help="Sparse MLA under decode context parallelism (DCP): see the garbage, repair it, prove the bytes are the same.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+def main() -> None:
+    """Run the command that `sys.argv` names and exit with its status."""
+    try:
+        app()
+    except UserError as error:
+        typer.echo(f"error: {error}", err=True)
+        sys.exit(2)
+
+
+def show_version(wanted: bool) -> None:
+    """Print the version and stop, if `--version` was given."""
+    if wanted:
+        typer.echo(f"dcp_fix {__version__}")
+        raise typer.Exit
+
+
+def in_a_folder(path: Path | None) -> Path | None:
+    """Refuse an output file whose folder is missing: better at the door than after the run."""
+    if path is not None and not path.absolute().parent.is_dir():
+        raise typer.BadParameter(f"'{path.parent}' is no folder: make it first.")
+    return path
+
+
+@app.callback()
+def options(
+    version: Annotated[bool, typer.Option("--version", callback=show_version, is_eager=True, help="Version.")] = False,
+) -> None:
+    """Hold the options that stand before a command."""
+
+
+@app.command()
+def reproduce(
+    prompts: Annotated[int, typer.Option(min=1, help="Prompts scored in each class; the first is shown.")] = 1,
+    stale: Annotated[
+        Literal["zeros", "noise", "previous"],
+        typer.Option(help="What unwritten memory holds: zeros, noise, or another request's rows."),
+    ] = "previous",
+    json: Annotated[
+        Path | None, typer.Option(dir_okay=False, callback=in_a_folder, help="Write the rows to this file as well.")
+    ] = None,
+    tp: Annotated[int, typer.Option(min=1, help="Tensor-parallel size.")] = 4,
+    dcp: Annotated[int, typer.Option(min=1, help="Decode-context-parallel size, a divisor of --tp.")] = 4,
+    device: Annotated[str, typer.Option(help="cpu, or cuda for the Triton kernels.")] = "cpu",
+) -> None:
+    """Climb the repair ladder: unpatched, +query norm, +combine routing, +K rows, +workspace.
+
+    Exit status 0 only if the last rung equals DCP1 in every prompt class and the first does not.
+    """
+    from dcp_fix import ladder
+
+    raise typer.Exit(ladder.main(prompts=prompts, stale=stale, json_path=json, tp=tp, dcp=dcp, device=device))
+
+
+@app.command()
+def train(
+    out: Annotated[Path, typer.Argument(file_okay=False, help="Folder for config, weights and tokenizer.")],
+    seed: Annotated[int, typer.Option(help="Seed of the weights and of the texts.")] = 0,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda; without it, a GPU where there is one.")] = None,
+) -> None:
+    """Train the small GLM-DSA checkpoint anew and score it on held-out questions."""
+    from dcp_fix.tiny import train as training
+
+    raise typer.Exit(training.main(out, seed=seed, device=device))

@@ -1,0 +1,131 @@
+"""The command line: quick without torch, one line for a user's error, the exit status of what it ran."""
+
+import importlib.util
+import re
+import subprocess
+import sys
+import time
+import types
+from pathlib import Path
+
+import pytest
+
+import dcp_fix
+import dcp_fix.tiny
+from dcp_fix import cli
+from dcp_fix.errors import UserError
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def dcp_fix_command(*arguments):
+    """`python -m dcp_fix ...` in a process of its own."""
+    command = [sys.executable, "-m", "dcp_fix", *arguments]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+
+
+def run_main(monkeypatch, *arguments):
+    """The exit status of `dcp-fix ...` in this process."""
+    monkeypatch.setattr(sys, "argv", ["dcp-fix", *arguments])
+    with pytest.raises(SystemExit) as stop:
+        cli.main()
+    return stop.value.code or 0
+
+
+def stand_in(monkeypatch, package, name):
+    """A module `package.name` whose main keeps what it was called with and returns, or raises, its `result`."""
+    fake = types.ModuleType(f"{package.__name__}.{name}")
+    fake.calls, fake.result = [], 0
+
+    def main(*values, **arguments):
+        fake.calls.append((*values, arguments))
+        if isinstance(fake.result, Exception):
+            raise fake.result
+        return fake.result
+
+    fake.main = main
+    monkeypatch.setitem(sys.modules, fake.__name__, fake)
+    monkeypatch.setattr(package, name, fake, raising=False)
+    return fake
+
+
+@pytest.fixture
+def ladder(monkeypatch):
+    """A stand-in for dcp_fix.ladder."""
+    return stand_in(monkeypatch, dcp_fix, "ladder")
+
+
+def test_help_is_quick_and_leaves_torch_alone():
+    check = "import sys; sys.argv = ['dcp-fix', '--help']\ntry:\n    import dcp_fix.cli as c; c.main()\n"
+    check += "finally:\n    assert 'torch' not in sys.modules, 'torch was imported'\n"
+    seconds = []
+    for _ in range(3):
+        start = time.perf_counter()
+        done = subprocess.run([sys.executable, "-c", check], cwd=ROOT, capture_output=True, text=True, timeout=60)
+        seconds.append(time.perf_counter() - start)
+        assert done.returncode == 0, done.stderr
+        assert "reproduce" in done.stdout
+    assert min(seconds) < 0.4, f"dcp-fix --help took {min(seconds):.2f} s"
+
+
+def test_every_command_runs_a_module_that_exists():
+    imported = re.findall(r"from (dcp_fix[\w.]*) import (\w+)", Path(cli.__file__).read_text())
+    lazily = [(package, name) for package, name in imported if package != "dcp_fix.errors" and name != "__version__"]
+    assert len(lazily) >= len(cli.app.registered_commands)
+    for package, name in lazily:
+        assert importlib.util.find_spec(f"{package}.{name}"), f"{package}.{name} is imported by a command and missing"
+
+
+def test_version_is_the_package_version():
+    done = dcp_fix_command("--version")
+    assert (done.returncode, done.stdout.strip()) == (0, f"dcp_fix {dcp_fix.__version__}")
+
+
+def test_an_unknown_command_is_refused_without_a_traceback():
+    done = dcp_fix_command("repair")
+    assert done.returncode == 2
+    assert "repair" in done.stderr and "Traceback" not in done.stderr
+
+
+def test_reproduce_passes_its_options_on(monkeypatch, ladder, tmp_path):
+    status = run_main(
+        monkeypatch, "reproduce", "--prompts", "3", "--stale", "noise", "--json", str(tmp_path / "r.json"), "--dcp", "2"
+    )
+    assert status == 0
+    expected = {"prompts": 3, "stale": "noise", "json_path": tmp_path / "r.json", "tp": 4, "dcp": 2, "device": "cpu"}
+    assert ladder.calls == [(expected,)]
+
+
+def test_train_passes_its_options_on(monkeypatch, tmp_path):
+    training = stand_in(monkeypatch, dcp_fix.tiny, "train")
+    assert run_main(monkeypatch, "train", str(tmp_path / "new"), "--seed", "5") == 0
+    assert training.calls == [(tmp_path / "new", {"seed": 5, "device": None})]
+
+
+def test_the_exit_status_is_the_ladders(monkeypatch, ladder):
+    ladder.result = 1
+    assert run_main(monkeypatch, "reproduce") == 1
+
+
+def test_a_users_error_is_one_line(monkeypatch, ladder, capsys):
+    ladder.result = UserError("DCP size 3 does not divide TP size 4: choose 1, 2 or 4")
+    assert run_main(monkeypatch, "reproduce", "--dcp", "3") == 2
+    printed = capsys.readouterr()
+    assert printed.err == "error: DCP size 3 does not divide TP size 4: choose 1, 2 or 4\n"
+    assert printed.out == ""
+
+
+def test_a_bug_keeps_its_traceback(monkeypatch, ladder):
+    ladder.result = ValueError("too many values to unpack")
+    monkeypatch.setattr(sys, "argv", ["dcp-fix", "reproduce"])
+    with pytest.raises(ValueError, match="too many values"):
+        cli.main()
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--stale", "rotten"], ["--prompts", "0"], ["--json", "no/such/folder/r.json"], ["--tp", "four"]]
+)
+def test_a_bad_option_is_refused_before_anything_runs(monkeypatch, ladder, capsys, arguments):
+    assert run_main(monkeypatch, "reproduce", *arguments) == 2
+    assert ladder.calls == []
+    assert "Traceback" not in capsys.readouterr().err
