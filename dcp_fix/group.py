@@ -74,12 +74,16 @@ class Group:
         return _into(out, self._exchange(f"broadcast(src={src})", x, lambda parts: parts[src].clone()))
 
     def replicated(self, fn):
-        """fn(), for work whose result is the same on every rank.
+        """fn(), for work whose result is the same on every rank: `share` of one job."""
+        return self.share([fn])[0]
 
-        Threads that share a processor would only queue for it, so a LocalGroup computes it once, on its rank 0, and
-        hands every rank the same object: treat it as read-only. Other groups call fn() on each rank.
+    def share(self, jobs):
+        """[job() for job in jobs], for jobs whose results are the same on every rank.
+
+        Threads that share a processor would only queue for it, so a LocalGroup computes each job once, dealt out over
+        its ranks, and hands every rank the same objects: treat them as read-only. Other groups run all jobs on each rank.
         """
-        return fn()
+        return [job() for job in jobs]
 
     def subgroup(self, size: int) -> "Group":
         """The group of `size` consecutive ranks that this rank is in; every rank must call it."""
@@ -142,9 +146,10 @@ class LocalGroup(Group):
         signature = f"{op} of {str(x.dtype).removeprefix('torch.')} {list(x.shape)} on {x.device.type}"
         return self.meeting.exchange(self.rank, signature, x, read)
 
-    def replicated(self, fn):
-        value = fn() if self.rank == 0 else None
-        return self.meeting.exchange(self.rank, "replicated", value, lambda values: values[0])
+    def share(self, jobs):
+        mine = [job() for job in jobs[self.rank :: self.size]]
+        deal = lambda parts: [parts[i % self.size][i // self.size] for i in range(len(jobs))]  # noqa: E731
+        return self.meeting.exchange(self.rank, f"share of {len(jobs)} jobs", mine, deal)
 
     def subgroup(self, size):
         _group_size(size, self.size)

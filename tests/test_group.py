@@ -112,6 +112,18 @@ def test_replicated_computes_once():
     assert SingleGroup().replicated(lambda: 7) == 7
 
 
+def test_shared_jobs_are_dealt_out_and_kept_in_order():
+    ran = [None] * 7
+
+    def job(group, i):
+        ran[i] = group.rank
+        return 10 * i
+
+    for jobs in LocalGroup.run(3, lambda group: group.share([lambda i=i: job(group, i) for i in range(7)])):
+        assert jobs == [0, 10, 20, 30, 40, 50, 60]
+    assert ran == [0, 1, 2, 0, 1, 2, 0]
+
+
 def test_ranks_take_over_modes_and_threads_are_restored():
     torch.set_num_threads(2)
     with torch.inference_mode():
