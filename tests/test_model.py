@@ -1,0 +1,167 @@
+"""model.py against transformers' GlmMoeDsaForCausalLM, and the errors of a checkpoint that cannot be loaded."""
+
+import json
+
+import pytest
+import torch
+from checkpoints import CONFIG, random_checkpoint, random_tokens
+
+from dcp_fix.errors import UserError
+from dcp_fix.model import (
+    CheckpointError,
+    Config,
+    Model,
+    PlainAttention,
+    fuse_experts,
+    read_weights,
+    split_experts,
+    weight_shapes,
+)
+
+DENSE, SPARSE = 37, 150  # prompt lengths on both sides of index_topk = 64
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return random_checkpoint(tmp_path_factory.mktemp("checkpoint"))
+
+
+@pytest.fixture(scope="module")
+def model(folder):
+    return Model.load(folder)
+
+
+@pytest.fixture(scope="module")
+def oracle(folder):
+    from transformers import GlmMoeDsaForCausalLM
+
+    return GlmMoeDsaForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+@torch.no_grad()
+def logits_of(model, tokens):
+    return model.logits(model.forward(torch.tensor(tokens), PlainAttention(model.config, len(tokens))))  # [T, V]
+
+
+@pytest.mark.parametrize("length", [1, DENSE, SPARSE])
+@torch.no_grad()
+def test_logits_equal_transformers(model, oracle, length):
+    tokens = random_tokens(length, seed=length)
+    theirs = oracle(torch.tensor([tokens])).logits[0]
+    assert (logits_of(model, tokens) - theirs).abs().max() < 1e-4 * theirs.abs().max()
+
+
+@pytest.mark.parametrize("length", [DENSE, SPARSE])
+@torch.no_grad()
+def test_greedy_tokens_equal_transformers(model, oracle, length):
+    ours = theirs = random_tokens(length, seed=100 + length)
+    for _ in range(8):
+        ours = [*ours, int(logits_of(model, ours)[-1].argmax())]
+        theirs = [*theirs, int(oracle(torch.tensor([theirs]), use_cache=False).logits[0, -1].argmax())]
+    assert ours == theirs
+
+
+def test_a_selection_matters_beyond_index_topk(model):
+    """The oracle would prove nothing about the indexer if masking to its choice changed nothing."""
+    tokens = random_tokens(SPARSE, seed=3)
+    full = PlainAttention(model.config, SPARSE)
+    full.select = lambda layer, x, q_latent: torch.ones(SPARSE, SPARSE, dtype=torch.bool).tril()
+    with torch.no_grad():
+        everything = model.logits(model.forward(torch.tensor(tokens), full))
+    rows = (everything - logits_of(model, tokens)).abs().amax(-1)
+    assert rows[:64].max() < 1e-4 and rows[-1] > 1e-2
+
+
+def test_experts_split_back_into_what_was_fused(folder):
+    config = Config.from_json(folder / "config.json")
+    weights = read_weights(folder / "model.safetensors", config)
+    again = split_experts(fuse_experts(weights, config), config)
+    assert again.keys() == weights.keys() and all(torch.equal(again[name], w) for name, w in weights.items())
+
+
+# --- checkpoints that cannot be loaded --------------------------------------------------------------------------------
+
+
+def rewrite(folder, **changes):
+    (folder / "config.json").write_text(json.dumps(CONFIG | changes))
+
+
+@pytest.fixture
+def fresh(tmp_path):
+    return random_checkpoint(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
+def test_a_missing_file_is_named(fresh, name):
+    (fresh / name).unlink()
+    with pytest.raises(CheckpointError, match=rf"{name}: no such file"):
+        Model.load(fresh)
+
+
+@pytest.mark.parametrize("keep", [0, 7, 1000, -1])
+def test_truncated_weights(fresh, keep):
+    path = fresh / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:keep])
+    with pytest.raises(CheckpointError, match="damaged or truncated"):
+        Model.load(fresh)
+
+
+def test_weights_with_nan(fresh):
+    path = fresh / "model.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-2:] = b"\xc0\x7f"
+    path.write_bytes(data)
+    with pytest.raises(CheckpointError, match="NaN or infinity"):
+        Model.load(fresh)
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"model_type": "llama"}, "model_type"),
+        ({"n_group": 2}, "expert groups"),
+        ({"n_shared_experts": 2}, "n_shared_experts is 2"),
+        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1.0}}, "scaled RoPE"),
+        ({"index_topk": None}, "lacks index_topk"),
+        ({"hidden_size": 128}, "config.json asks for"),
+        (
+            {"num_hidden_layers": 4, "indexer_types": ["full"] * 4, "mlp_layer_types": ["dense"] * 4},
+            "lacks model.layers",
+        ),
+    ],
+)
+def test_a_config_that_does_not_fit(fresh, changes, message):
+    rewrite(fresh, **changes)
+    with pytest.raises(CheckpointError, match=message):
+        Model.load(fresh)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "\xff"])
+def test_a_config_that_is_not_json(fresh, text):
+    (fresh / "config.json").write_bytes(text.encode("latin-1"))
+    with pytest.raises(CheckpointError):
+        Model.load(fresh)
+
+
+def test_a_checkpoint_error_is_the_users_to_mend():
+    assert issubclass(CheckpointError, UserError)
+
+
+def test_a_sequence_beyond_the_positions(model):
+    with pytest.raises(ValueError, match="513 tokens"):
+        PlainAttention(model.config, 513)
+
+
+def test_weight_shapes_name_what_transformers_names(oracle, model):
+    assert set(weight_shapes(model.config)) == set(fused_back(oracle.state_dict()))
+
+
+def fused_back(state):
+    """transformers keeps the experts of a layer in two tensors; the file format has three per expert."""
+    names = {name for name in state if ".experts." not in name}
+    for layer, kind in enumerate(CONFIG["mlp_layer_types"]):
+        for expert in range(CONFIG["n_routed_experts"]) if kind == "sparse" else ():
+            names |= {
+                f"model.layers.{layer}.mlp.experts.{expert}.{part}_proj.weight" for part in ("gate", "up", "down")
+            }
+    return names
