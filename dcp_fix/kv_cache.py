@@ -150,6 +150,14 @@ def read_index(cache: Tensor, slots: Tensor) -> Tensor:
     return (keys[place].float() * scales[place].unsqueeze(-1)).masked_fill_((slots < 0).unsqueeze(-1), 0.0)
 
 
+def latent_views(cache: Tensor, cache_format: str) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The fields of every entry as views: latent [B, block_size, 512], rope [..., 64], tile scales [..., 4] or None."""
+    if cache_format != "fp8_ds_mla":
+        return cache[..., :LATENT], cache[..., LATENT:], None
+    codes, scales, rope = cache.split((SCALE_AT, ROPE_AT - SCALE_AT, ENTRY_BYTES - ROPE_AT), dim=-1)
+    return codes.view(torch.float8_e4m3fn), rope.view(torch.bfloat16), scales.view(torch.float32)
+
+
 def index_views(cache: Tensor) -> tuple[Tensor, Tensor]:
     """The two regions of every block as views: fp8 keys [B, block_size, 128] and fp32 scales [B, block_size].
 
