@@ -197,7 +197,7 @@ def test_no_tracked_file_names_a_folder_of_somebodys_machine():
         text = path.read_bytes().decode("utf-8", errors="ignore")
         hits = ABSOLUTE_PATH.findall(text) + [h for h in here if h + "/" in text]
         found += [f"{path.relative_to(ROOT)}: {hit}" for hit in hits]
-    assert found == []
+    assert not found, "\n".join(found)
 
 
 def test_the_path_rule_sees_paths_and_only_those():
@@ -224,7 +224,7 @@ def test_public_functions_and_classes_have_docstrings():
         for name, docstring in documented(ast.parse(path.read_text()))
         if not docstring
     ]
-    assert bare == []
+    assert not bare, "without a docstring:\n" + "\n".join(bare)
 
 
 # A size modulo the DCP size asks whether it can be divided; a position modulo the DCP size asks who owns it.
