@@ -8,7 +8,7 @@ Rank r attends with the query heads of every rank over the keys that it owns, wh
 and the whole is   w_r = exp(lse_r - m),  m = max_r lse_r,   out = sum_r (w_r / sum w) out_r,   lse = m + log sum w.
 
 Neutral element: out 0, lse -inf, for a shard without a key. FlashMLA marks that shard with lse = +inf and leaves its
-output undefined, so +inf and NaN become -inf at the door and a weight of zero *selects* its output away: 0 x NaN is NaN.
+output undefined, so +inf and NaN become -inf at the door and a zero weight *selects* its output away: 0 x NaN is NaN.
 
 Shapes: T tokens, H heads of the whole group, h = H / P of one rank, P ranks or other partials, D value width. All in
 fp32, products before sums, sums in rank order: `ag_rs`, `a2a` and `merge_partials` give the same bits.
