@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from dcp_fix.norm_rope import fused_norm_rope
+from dcp_fix.workspace import MIB, Plan, WorkspaceError, wanted_splits
 
 # --- norm and RoPE kernel ---------------------------------------------------------------------------------------------
 #
@@ -94,3 +95,21 @@ def attend_unrouted(q, partial, manager, decode_only=False):
     """
     out, _ = partial(q)
     return out.float()
+
+
+# --- workspace --------------------------------------------------------------------------------------------------------
+
+
+def plan_always_allocate(tokens, heads, topk, num_sms, budget_bytes=None):
+    """Defect 4: 1 + parts accumulators on every call, also where nothing is split, and no chunks (vLLM issue 53413).
+
+    Upstream ran out of GPU memory; here the budget says so.
+    """
+    splits = wanted_splits(tokens, heads, topk, num_sms)
+    plan = Plan(tokens, heads, topk, splits, token_chunk=tokens, accumulators=1 + splits)
+    if budget_bytes is not None and plan.bytes > budget_bytes:
+        raise WorkspaceError(
+            f"{tokens} tokens of {heads} heads need {plan.bytes / MIB:.0f} MiB of workspace, "
+            f"the budget is {budget_bytes / MIB:.0f} MiB"
+        )
+    return plan
