@@ -113,8 +113,8 @@ def slots_of(local_indices: Tensor, block_table: Tensor, block_size: int) -> Ten
     """
     local = local_indices.long()  # slot * entry bytes passes 2**31 at slot 3,273,604: 64-bit from here on
     _check_table(local, block_table, block_size)
-    if local.numel() == 0:
-        return local
+    if block_table.numel() == 0:  # a short prompt can leave a rank without a block
+        return torch.full_like(local, NOT_OWNED)
     inside = local.clamp(min=0)
     slots = block_table.long()[inside // block_size] * block_size + inside % block_size
     return torch.where(local >= 0, slots, NOT_OWNED)

@@ -127,9 +127,15 @@ def test_over_the_ranks_each_slot_is_used_once(dcp_size, interleave):
 
 
 def test_slots_do_not_overflow_32_bits():
-    assert (
-        slots_of(torch.tensor([5], dtype=torch.int32), torch.tensor([2**26], dtype=torch.int32), 64).item() == 2**32 + 5
-    )
+    local, table = torch.tensor([5], dtype=torch.int32), torch.tensor([2**26], dtype=torch.int32)
+    assert slots_of(local, table, 64).item() == 2**32 + 5
+
+
+def test_a_rank_that_owns_nothing_needs_no_blocks():
+    local, no_blocks = torch.full((3,), -1, dtype=torch.int32), torch.zeros(0, dtype=torch.int32)
+    for rows in (3, 0):
+        slots = slots_of(local[:rows], no_blocks, 64)
+        assert slots.tolist() == [-1] * rows and slots.dtype == torch.int64
 
 
 def test_a_short_block_table_is_refused_only_where_this_rank_needs_it():
