@@ -152,15 +152,36 @@ def test_torch_is_never_resolved_without_the_constraints(clone):
         assert installs and all("--constraint constraints.txt" in line for line in installs)
 
 
-def test_another_python_is_refused_by_its_version(clone):
-    other = clone / "python3.13"
-    other.write_text('#!/bin/sh\nif [ "$1" = --version ]; then echo Python 3.13.0; else exit 1; fi\n')
-    other.chmod(0o755)
-    done = make(clone, f"PYTHON={other}", "demo")
+@pytest.fixture
+def python(clone):
+    """Makes an interpreter that says it has the version asked for."""
+
+    def pretend(version: str) -> Path:
+        other = clone / f"python{version}"
+        told = f"import sys; sys.version_info = ({version.replace('.', ', ')}, 0); exec(sys.argv[1])"
+        other.write_text(
+            f'#!/bin/sh\nif [ "$1" = --version ]; then echo Python {version}.0; exit; fi\n'
+            f"if [ \"$1\" = -c ]; then exec '{sys.executable}' -c '{told}' \"$2\"; fi\n"
+            "echo venv made by $0; exit 1\n"
+        )
+        other.chmod(0o755)
+        return other
+
+    return pretend
+
+
+@pytest.mark.parametrize("version", ["3.10", "3.13", "3.14"])
+def test_another_python_is_refused_by_its_version(clone, python, version):
+    done = make(clone, f"PYTHON={python(version)}", "demo")
     assert done.returncode != 0
-    assert "needs Python 3.11 or 3.12" in done.stderr and "Python 3.13.0" in done.stderr
-    assert "make PYTHON=" in done.stderr
-    assert not (clone / ".venv").exists()
+    assert "needs Python 3.11 or 3.12" in done.stderr and f"Python {version}.0" in done.stderr
+    assert "make PYTHON=" in done.stderr and "venv made" not in done.stdout
+
+
+@pytest.mark.parametrize("version", ["3.11", "3.12"])
+def test_a_right_python_makes_the_venv(clone, python, version):
+    other = python(version)
+    assert f"venv made by {other}" in make(clone, f"PYTHON={other}", "demo").stdout
 
 
 def test_a_right_python_is_found_by_itself(clone):
