@@ -4,7 +4,6 @@ import importlib.util
 import re
 import subprocess
 import sys
-import time
 import types
 from pathlib import Path
 
@@ -56,15 +55,14 @@ def ladder(monkeypatch):
 
 
 def test_help_is_quick_and_leaves_torch_alone():
-    check = "import sys; sys.argv = ['dcp-fix', '--help']\ntry:\n    import dcp_fix.cli as c; c.main()\n"
-    check += "finally:\n    assert 'torch' not in sys.modules, 'torch was imported'\n"
+    code = "import sys, time; sys.argv = ['dcp-fix', '--help']\ntry:\n    import dcp_fix.cli as c; c.main()\n"
+    code += "finally:\n    assert 'torch' not in sys.modules, 'torch was imported'\n    print(time.process_time())"
     seconds = []
     for _ in range(3):
-        start = time.perf_counter()
-        done = subprocess.run([sys.executable, "-c", check], cwd=ROOT, capture_output=True, text=True, timeout=60)
-        seconds.append(time.perf_counter() - start)
+        done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
         assert done.returncode == 0, done.stderr
         assert "reproduce" in done.stdout
+        seconds.append(float(done.stdout.split()[-1]))  # of CPU, interpreter included: the clock would measure the load
     assert min(seconds) < 0.4, f"dcp-fix --help took {min(seconds):.2f} s"
 
 
