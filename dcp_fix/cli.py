@@ -64,6 +64,9 @@ def reproduce(
     tp: Annotated[int, typer.Option(min=1, help="Tensor-parallel size.")] = 4,
     dcp: Annotated[int, typer.Option(min=1, help="Decode-context-parallel size, a divisor of --tp.")] = 4,
     device: Annotated[str, typer.Option(help="cpu, or cuda for the Triton kernels.")] = "cpu",
+    checkpoint: Annotated[
+        Path | None, typer.Option(help="Checkpoint folder made by `dcp-fix train`; without it, the packaged one.")
+    ] = None,
 ) -> None:
     """Climb the repair ladder: unpatched, +query norm, +combine routing, +K rows, +workspace.
 
@@ -71,7 +74,35 @@ def reproduce(
     """
     from dcp_fix import ladder
 
-    raise typer.Exit(ladder.main(prompts=prompts, stale=stale, json_path=json, tp=tp, dcp=dcp, device=device))
+    options = {"tp": tp, "dcp": dcp, "device": device, "checkpoint": checkpoint}
+    raise typer.Exit(ladder.main(prompts=prompts, stale=stale, json_path=json, **options))
+
+
+@app.command()
+def doctor(
+    targets: Annotated[
+        list[Path] | None,
+        typer.Argument(help="Wheels, site-packages folders, checkouts; none: the installed vLLM."),
+    ] = None,
+    release: Annotated[list[str] | None, typer.Option(help="A release on PyPI, such as 0.29.0 (repeatable).")] = None,
+    with_plugin: Annotated[bool, typer.Option("--with-plugin", help="Probe again with the plugin applied.")] = False,
+    serve_args: Annotated[str | None, typer.Option(help="Arguments of `vllm serve` to check, as one string.")] = None,
+    json: Annotated[str | None, typer.Option(help="Write JSON to this file; - is standard output.")] = None,
+) -> None:
+    """Say which of the defects a vLLM has, by running its own code in a child process. No GPU needed.
+
+    A probe executes the target's code: examine only what you would also install.
+
+    Exit status: 0 no defect, 1 a defect, 2 a target that cannot be read.
+    """
+    from dcp_fix.doctor import report
+
+    if json not in (None, "-"):
+        in_a_folder(Path(json))
+    paths = [str(target) for target in targets or ()]
+    raise typer.Exit(
+        report.main(paths, releases=release or (), with_plugin=with_plugin, serve_args=serve_args, json=json)
+    )
 
 
 @app.command()

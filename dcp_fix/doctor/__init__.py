@@ -1,0 +1,13 @@
+"""Which of the defects does *this* vLLM have? Found by running its own code on a CPU, in seconds.
+
+    target.py     what is examined: installed, wheel, folder, release        nothing of it is executed
+    runner.py     one child process per target, with a time limit            nothing of it is executed
+    child.py      the child: loads parts of the target, runs the probes      *executes the target's code*
+    world.py      how single modules run without importing vLLM
+    probes/       the eight probes
+    report.py     the command: table, JSON, exit status
+    matrix.py     the recorded report over all releases
+
+A probe executes code of the target. The child process and its time limit keep a broken target from taking the caller
+down; they are no sandbox, and the code runs with the caller's rights. Examine only what you would also install.
+"""
