@@ -67,7 +67,7 @@ class Engine:
         device: torch.device | str = "cpu", dtype: torch.dtype | None = None,
     ) -> None:  # fmt: skip
         device = resolve_device(device)
-        dtype = dtype or (torch.bfloat16 if device.type == "cuda" else torch.float32)
+        dtype = dtype or default_dtype(device)
         model = model if isinstance(model, Model) else Model.load(model, device, dtype)
         config = model.config
         check_dcp(group.size, dcp_size)
@@ -177,6 +177,11 @@ def resolve_device(name: torch.device | str) -> torch.device:
             f"device {str(name)!r}: {torch.cuda.device_count()} CUDA devices here; choose cpu or another index"
         )
     return device
+
+
+def default_dtype(device: torch.device) -> torch.dtype:
+    """fp32 on a CPU; bf16, as the checkpoint is stored, on a GPU."""
+    return torch.bfloat16 if device.type == "cuda" else torch.float32
 
 
 def check_sizes(interleave: int, max_batch_tokens: int, max_length: int, positions: int) -> None:

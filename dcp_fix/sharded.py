@@ -33,7 +33,6 @@ from dcp_fix.ownership import chunk_local_lengths, global_position, local_index,
 from dcp_fix.scratch import Scratch
 
 H200_SMS = 132  # what a CPU plans its workspace for
-KERNEL_HEADS = 64  # real sparse decode kernels pad the gathered query heads to a multiple of this
 SELECT_ROWS = 256  # query rows scored at once: bounds the scores of one rank to 256 x keys floats
 ROUTE_ROWS = 1024  # query rows exchanged at once: bounds what four ranks in one process gather
 CONTEXT_ROWS = 4096  # local rows of cached context that a dense prefill gathers at once
@@ -59,12 +58,18 @@ class Batch:
     slots: Tensor  # int64 [T], -1 where another rank owns the position
     table: Tensor  # int64 [B], this rank's blocks of the whole request
     decode: bool
-    pieces: list[slice]  # rows that go through the sparse path at once
+    plan: workspace.Plan | None  # of the sparse path; None for a dense prefill
 
     @property
     def end(self) -> int:
         """Keys that the last token sees."""
         return self.start + len(self.positions)
+
+    @property
+    def pieces(self) -> list[slice]:
+        """Rows that go through the sparse path at once: the plan's chunks, cut to ROUTE_ROWS."""
+        firsts = [(i, chunk.stop) for chunk in self.plan.chunks() for i in range(chunk.start, chunk.stop, ROUTE_ROWS)]
+        return [slice(first, min(first + ROUTE_ROWS, stop)) for first, stop in firsts]
 
 
 class ShardedAttention:
@@ -95,20 +100,15 @@ class ShardedAttention:
 
     def begin(self, start: int, tokens: int, table: Tensor, decode: bool) -> None:
         """The next batch: `tokens` new after `start` cached ones. Raises WorkspaceError if no plan fits the budget."""
-        pieces = self.plan(tokens) if decode or start + tokens > self.config.index_topk else []
+        plan = self.plan(tokens) if decode or start + tokens > self.config.index_topk else None
         positions = torch.arange(start, start + tokens, device=table.device)
         slots = slots_of(self.localise(positions), table, BLOCK)
-        self.batch = Batch(start, positions, slots, table, decode, pieces)
+        self.batch = Batch(start, positions, slots, table, decode, plan)
 
-    def plan(self, tokens: int) -> list[slice]:
-        """Rows of the sparse path to process at once: chunks of the split-KV workspace plan, cut to ROUTE_ROWS."""
-        heads = -(-self.heads * self.dcp.size // KERNEL_HEADS) * KERNEL_HEADS
-        plan = self.ops.plan(tokens, heads, self.config.index_topk, self.num_sms, self.workspace_budget)
-        return [
-            slice(first, min(first + ROUTE_ROWS, chunk.stop))
-            for chunk in plan.chunks()
-            for first in range(chunk.start, chunk.stop, ROUTE_ROWS)
-        ]
+    def plan(self, tokens: int) -> workspace.Plan:
+        """The split-KV workspace plan of a sparse batch, for the gathered heads as the kernel pads them."""
+        heads = -(-self.heads * self.dcp.size // workspace.HEAD_BLOCK) * workspace.HEAD_BLOCK
+        return self.ops.plan(tokens, heads, self.config.index_topk, self.num_sms, self.workspace_budget)
 
     def localise(self, positions: Tensor) -> Tensor:
         """Global positions, -1 = hole, to local indices on this rank, -1 where another rank owns them."""
@@ -122,7 +122,7 @@ class ShardedAttention:
 
     def __call__(self, layer: Layer, x: Tensor) -> Tensor:
         """Normed input [T, hidden] to this rank's head values [T, h, v]."""
-        dense = not self.batch.pieces
+        dense = self.batch.plan is None
         q_latent, kv_rows, key_rows = self.norm_rope(layer, x, dense)
         if dense:
             values = self.dense(layer, q_latent, kv_rows, key_rows)
@@ -190,7 +190,8 @@ class ShardedAttention:
     def attend(self, layer: Layer, slots: Tensor) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
         """Maps queries [rows, H, 576] to (out, lse) over the cache rows at `slots` [rows, K]."""
         cache = self.latent[layer.index]
-        return lambda q: attention.sparse_partial(q, cache, slots, self.config.scale, self.cache_format, self.scale)
+        scale, plan = self.config.scale, self.batch.plan
+        return lambda q: attention.sparse_partial(q, cache, slots, scale, self.cache_format, self.scale, plan)
 
     def dense(self, layer: Layer, q_latent: Tensor, latent: Tensor, key: Tensor) -> Tensor:
         """Own heads over the cached context and every new row. -> [T, h, v]."""
