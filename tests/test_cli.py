@@ -2,12 +2,14 @@
 
 import importlib.util
 import re
+import shutil
 import subprocess
 import sys
 import types
 from pathlib import Path
 
 import pytest
+from checkpoints import random_checkpoint
 
 import dcp_fix
 import dcp_fix.tiny
@@ -90,8 +92,8 @@ def test_reproduce_passes_its_options_on(monkeypatch, ladder, tmp_path):
         monkeypatch, "reproduce", "--prompts", "3", "--stale", "noise", "--json", str(tmp_path / "r.json"), "--dcp", "2"
     )
     assert status == 0
-    expected = {"prompts": 3, "stale": "noise", "json_path": tmp_path / "r.json", "tp": 4, "dcp": 2, "device": "cpu"}
-    assert ladder.calls == [(expected,)]
+    options = {"tp": 4, "dcp": 2, "device": "cpu", "checkpoint": None}
+    assert ladder.calls == [({"prompts": 3, "stale": "noise", "json_path": tmp_path / "r.json"} | options,)]
 
 
 def test_train_passes_its_options_on(monkeypatch, tmp_path):
@@ -127,3 +129,53 @@ def test_a_bad_option_is_refused_before_anything_runs(monkeypatch, ladder, capsy
     assert run_main(monkeypatch, "reproduce", *arguments) == 2
     assert ladder.calls == []
     assert "Traceback" not in capsys.readouterr().err
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    """A sound checkpoint folder with random weights."""
+    return random_checkpoint(tmp_path_factory.mktemp("checkpoints") / "sound")
+
+
+def refused(tmp_path, *arguments):
+    """The one line that `dcp-fix reproduce` prints when it refuses, having written nothing."""
+    done = dcp_fix_command("reproduce", "--json", str(tmp_path / "r.json"), *map(str, arguments))
+    assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("error: ")
+    assert not (tmp_path / "r.json").exists()
+    return line
+
+
+@pytest.mark.parametrize(
+    "arguments, named",
+    [
+        (["--dcp", "3"], "DCP size of 3"),
+        (["--tp", "5", "--dcp", "5"], "TP size of 5"),
+        (["--device", "abacus"], "'abacus'"),
+        (["--device", "cuda:99"], "'cuda:99'"),
+    ],
+)
+def test_sizes_and_devices_that_do_not_fit_are_refused(tmp_path, checkpoint, arguments, named):
+    assert named in refused(tmp_path, "--checkpoint", checkpoint, *arguments)
+
+
+def cut(path, length):
+    """Keep the first `length` bytes of a file."""
+    path.write_bytes(path.read_bytes()[:length])
+
+
+@pytest.mark.parametrize(
+    "damage, named",
+    [
+        (lambda folder: (folder / "config.json").unlink(), "config.json"),
+        (lambda folder: cut(folder / "config.json", 100), "config.json"),
+        (lambda folder: (folder / "model.safetensors").unlink(), "model.safetensors"),
+        (lambda folder: cut(folder / "model.safetensors", 5), "model.safetensors"),
+        (lambda folder: cut(folder / "model.safetensors", 100_000), "model.safetensors"),
+    ],
+)
+def test_a_damaged_checkpoint_is_refused_by_file(tmp_path, checkpoint, damage, named):
+    shutil.copytree(checkpoint, tmp_path / "damaged")
+    damage(tmp_path / "damaged")
+    assert named in refused(tmp_path, "--checkpoint", tmp_path / "damaged")
