@@ -79,6 +79,33 @@ def reproduce(
 
 
 @app.command()
+def doctor(
+    targets: Annotated[
+        list[Path] | None,
+        typer.Argument(help="Wheels, site-packages folders, checkouts; none: the installed vLLM."),
+    ] = None,
+    release: Annotated[list[str] | None, typer.Option(help="A release on PyPI, such as 0.29.0 (repeatable).")] = None,
+    with_plugin: Annotated[bool, typer.Option("--with-plugin", help="Probe again with the plugin applied.")] = False,
+    serve_args: Annotated[str | None, typer.Option(help="Arguments of `vllm serve` to check, as one string.")] = None,
+    json: Annotated[str | None, typer.Option(help="Write JSON to this file; - is standard output.")] = None,
+) -> None:
+    """Say which of the defects a vLLM has, by running its own code in a child process. No GPU needed.
+
+    A probe executes the target's code: examine only what you would also install.
+
+    Exit status: 0 no defect, 1 a defect, 2 a target that cannot be read.
+    """
+    from dcp_fix.doctor import report
+
+    if json not in (None, "-"):
+        in_a_folder(Path(json))
+    paths = [str(target) for target in targets or ()]
+    raise typer.Exit(
+        report.main(paths, releases=release or (), with_plugin=with_plugin, serve_args=serve_args, json=json)
+    )
+
+
+@app.command()
 def train(
     out: Annotated[Path, typer.Argument(file_okay=False, help="Folder for config, weights and tokenizer.")],
     seed: Annotated[int, typer.Option(help="Seed of the weights and of the texts.")] = 0,
