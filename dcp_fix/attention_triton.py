@@ -1,0 +1,207 @@
+"""Sparse MLA partial, the Triton kernels: formula, shapes and signature of attention.py's `sparse_partial`.
+
+    _pack     grid (T)                            slots [K] of a token -> its valid ones first, and their count
+    _attend   grid (T * ceil(H / BLOCK_H), S)     one token, a block of heads, one of S pieces of its packed slots
+    _merge    grid (T * H)                        only where S > 1: the S partials of a head into one
+
+A program walks over its packed slots BLOCK_K at a time: gather rows, dequantise, two products, online softmax (base 2
+inside, natural logarithm out). Work is proportional to the *count* of valid slots, so a DCP4 rank pays a quarter. The
+products take the query's type: bf16 goes to the tensor cores with fp32 accumulators, fp32 stays IEEE. Tile scales of
+fp8_ds_mla are applied in fp32 and the entry rounded to that type once; the one scale of "fp8" is applied to the scores
+and to the result.
+
+A row of a block that lies beyond the count repeats the last valid slot and gets score -inf: nothing that was not
+selected is read, so no load needs a mask. Slots are 64-bit before they meet a stride (slot 3,273,604 of 656 bytes is the
+first to pass 2**31). Splits and accumulators come from workspace.py: where nothing is split, the result is written
+directly and no accumulator exists.
+
+TRITON_INTERPRET=1 must be set before this module is imported; the interpreter is only to be trusted with fp32 queries.
+Not here: tuning per GPU, warp specialisation, reading fp8 straight into the tensor cores.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from dcp_fix import workspace
+from dcp_fix.kv_cache import LATENT, ROPE, TILE, TILES, latent_views
+
+INTERPRETED_SMS = 132  # what a CPU under the interpreter plans for
+TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}  # of queries and products
+
+# Kernels may read module globals only as constexpr.
+_LATENT = tl.constexpr(LATENT)
+_ROPE = tl.constexpr(ROPE)
+_TILE = tl.constexpr(TILE)
+_TILES = tl.constexpr(TILES)
+_LOG2_E = tl.constexpr(1.4426950408889634)
+_LN_2 = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def _pack(slots, packed, counts, topk, BLOCK: tl.constexpr):
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    slot = tl.load(slots + token * topk + column, mask=column < topk, other=-1)
+    valid = slot >= 0
+    place = tl.cumsum(valid.to(tl.int32), axis=0) - 1
+    tl.store(packed + token * topk + place, slot.to(tl.int32), mask=valid)
+    tl.store(counts + token, tl.sum(valid.to(tl.int32), axis=0))
+
+
+@triton.jit
+def _rows(
+    slot, latent, latent_block, rope, rope_block, scales, scales_block,
+    BLOCK_SIZE: tl.constexpr, BLOCK_K: tl.constexpr, LATENT_ENTRY: tl.constexpr, ROPE_ENTRY: tl.constexpr,
+    SCALES_ENTRY: tl.constexpr, TYPE: tl.constexpr,
+):  # fmt: skip
+    """The cache rows at int64 `slot` [BLOCK_K]: latents [BLOCK_K, 512] times their tile's scale, keys [BLOCK_K, 64]."""
+    block, entry = slot // BLOCK_SIZE, slot % BLOCK_SIZE
+    at = block * latent_block + entry * LATENT_ENTRY
+    keys = tl.load(latent + at[:, None] + tl.arange(0, _LATENT)[None, :]).to(tl.float32)
+    at = block * rope_block + entry * ROPE_ENTRY
+    rotated = tl.load(rope + at[:, None] + tl.arange(0, _ROPE)[None, :]).to(tl.float32)
+    if SCALES_ENTRY > 0:  # fp8_ds_mla: one scale per tile of the latent
+        at = block * scales_block + entry * SCALES_ENTRY
+        scale = tl.load(scales + at[:, None] + tl.arange(0, _TILES)[None, :])
+        keys = tl.reshape(tl.reshape(keys, [BLOCK_K, _TILES, _TILE]) * scale[:, :, None], [BLOCK_K, _LATENT])
+    return keys.to(TYPE), rotated.to(TYPE)
+
+
+@triton.jit
+def _attend(
+    q, q_token, q_head, packed, counts, out, lse, tokens, heads, topk, scale, value_scale,
+    latent, latent_block, rope, rope_block, scales, scales_block,
+    BLOCK_SIZE: tl.constexpr, LATENT_ENTRY: tl.constexpr, ROPE_ENTRY: tl.constexpr, SCALES_ENTRY: tl.constexpr,
+    SPLITS: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_K: tl.constexpr, TYPE: tl.constexpr,
+):  # fmt: skip
+    head_blocks = tl.cdiv(heads, BLOCK_H)
+    token = (tl.program_id(0) // head_blocks).to(tl.int64)
+    head = tl.program_id(0) % head_blocks * BLOCK_H + tl.arange(0, BLOCK_H)
+    split = tl.program_id(1)
+
+    # This program's piece of the packed slots: whole blocks, so that only the last piece has a ragged one.
+    count = tl.load(counts + token)
+    span = tl.cdiv(tl.cdiv(count, SPLITS), BLOCK_K) * BLOCK_K
+    begin = split * span
+    end = tl.minimum(count, begin + span)
+
+    row = q + token * q_token + head[:, None] * q_head
+    own = head[:, None] < heads
+    q_latent = tl.load(row + tl.arange(0, _LATENT)[None, :], mask=own, other=0.0)
+    q_rope = tl.load(row + _LATENT + tl.arange(0, _ROPE)[None, :], mask=own, other=0.0)
+
+    top = tl.full([BLOCK_H], float("-inf"), tl.float32)
+    total = tl.zeros([BLOCK_H], tl.float32)
+    acc = tl.zeros([BLOCK_H, _LATENT], tl.float32)
+    for start in range(begin, end, BLOCK_K):
+        place = start + tl.arange(0, BLOCK_K)
+        slot = tl.load(packed + token * topk + tl.minimum(place, end - 1)).to(tl.int64)
+        keys, rotated = _rows(
+            slot, latent, latent_block, rope, rope_block, scales, scales_block,
+            BLOCK_SIZE, BLOCK_K, LATENT_ENTRY, ROPE_ENTRY, SCALES_ENTRY, TYPE,
+        )  # fmt: skip
+        scores = tl.dot(q_latent, tl.trans(keys), input_precision="ieee")
+        scores = tl.dot(q_rope, tl.trans(rotated), scores, input_precision="ieee")
+        scores = tl.where(place[None, :] < end, scores * (scale * _LOG2_E), float("-inf"))
+        new_top = tl.maximum(top, tl.max(scores, axis=1))
+        weights = tl.exp2(scores - new_top[:, None])
+        keep = tl.exp2(top - new_top)
+        total = total * keep + tl.sum(weights, axis=1)
+        acc = tl.dot(weights.to(TYPE), keys, acc * keep[:, None], input_precision="ieee")
+        top = new_top
+
+    empty = begin >= end  # the neutral element, selected: 0 / 0 is NaN
+    result = tl.where(empty, 0.0, acc / total[:, None] * value_scale)
+    natural = tl.where(empty, float("-inf"), (top + tl.log2(total)) * _LN_2)
+    at = (split.to(tl.int64) * tokens + token) * heads + head
+    tl.store(out + at[:, None] * _LATENT + tl.arange(0, _LATENT)[None, :], result, mask=own)
+    tl.store(lse + at, natural, mask=head < heads)
+
+
+@triton.jit
+def _merge(parts, part_lse, out, lse, SPLITS: tl.constexpr, BLOCK_S: tl.constexpr):
+    """combine.merge_partials for one head of one token, splits in order."""
+    at = tl.program_id(0).to(tl.int64)
+    stride = tl.num_programs(0).to(tl.int64)
+    split = tl.arange(0, BLOCK_S)
+    logs = tl.load(part_lse + split * stride + at, mask=split < SPLITS, other=float("-inf"))
+    top = tl.max(logs, axis=0)
+    finite_top = tl.where(top == float("-inf"), 0.0, top)
+    total = tl.sum(tl.exp(logs - finite_top), axis=0)
+    acc = tl.zeros([_LATENT], tl.float32)
+    for s in range(SPLITS):
+        weight = tl.exp(tl.load(part_lse + s * stride + at) - finite_top) / tl.where(total > 0, total, 1.0)
+        part = tl.load(parts + (s * stride + at) * _LATENT + tl.arange(0, _LATENT))
+        acc += tl.where(weight > 0, weight * part, 0.0)
+    tl.store(out + at * _LATENT + tl.arange(0, _LATENT), acc)
+    tl.store(lse + at, top + tl.log(total))
+
+
+def sparse_partial_triton(q, kv, slots, scale, cache_format=None, kv_scale=None, plan=None):
+    """q [T, H, 576], slots int [T, K] (-1 = hole) -> out fp32 [T, H, 512], natural lse fp32 [T, H]."""
+    (tokens, heads, _), topk = q.shape, slots.shape[1]
+    q = q if q.stride(2) == 1 else q.contiguous()
+    out = torch.empty(tokens, heads, LATENT, device=q.device)
+    lse = torch.empty(tokens, heads, device=q.device)
+    if tokens == 0 or topk == 0:
+        return out.zero_(), lse.fill_(-torch.inf)
+    plan = plan or workspace.plan(tokens, heads, topk, num_sms(q.device))
+    if tokens > plan.token_chunk or heads > plan.heads:
+        raise ValueError(f"{tokens} tokens of {heads} heads do not fit {plan}: pass the tokens of one chunk")
+    accumulators = workspace.allocate(plan, q.device)
+    part, part_lse = accumulators if plan.splits > 1 else (out, lse)  # memory for [splits, T, H]: at least that large
+    packed, counts = pack(slots)
+    blocks, value_scale = block_sizes(heads, q.dtype), 1.0 if kv_scale is None else float(kv_scale)
+    grid = (tokens * triton.cdiv(heads, blocks["BLOCK_H"]), plan.splits)
+    _attend[grid](
+        q, q.stride(0), q.stride(1), packed, counts, part, part_lse, tokens, heads, topk, scale * value_scale,
+        value_scale, **cache_arguments(kv, cache_format), SPLITS=plan.splits, TYPE=TYPES[q.dtype], **blocks,
+    )  # fmt: skip
+    if plan.splits > 1:
+        _merge[(tokens * heads,)](
+            part, part_lse, out, lse, SPLITS=plan.splits, BLOCK_S=triton.next_power_of_2(plan.splits)
+        )
+    return out, lse
+
+
+def pack(slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """ownership.pack_valid in one kernel: int32 [T, K] whose tail is left unwritten, counts int32 [T]."""
+    (tokens, topk), slots = slots.shape, slots.contiguous()
+    packed = torch.empty(tokens, topk, dtype=torch.int32, device=slots.device)
+    counts = torch.empty(tokens, dtype=torch.int32, device=slots.device)
+    _pack[(tokens,)](slots, packed, counts, topk, BLOCK=triton.next_power_of_2(topk))
+    return packed, counts
+
+
+def block_sizes(heads: int, dtype: torch.dtype) -> dict:
+    """Heads and keys per step, warps, pipeline depth: as large as sm_90 has registers for.
+
+    The accumulator [64, 512] alone takes half of those of 8 warps; 64 keys per step instead of 32 spill some.
+    """
+    if dtype == torch.float32:
+        return {"BLOCK_H": 16, "BLOCK_K": 16, "num_warps": 8, "num_stages": 1}
+    if heads <= 16:
+        return {"BLOCK_H": 16, "BLOCK_K": 32, "num_warps": 4, "num_stages": 2}
+    return {"BLOCK_H": 64, "BLOCK_K": 32, "num_warps": 8, "num_stages": 2}
+
+
+def cache_arguments(kv, cache_format) -> dict:
+    """The cache's typed fields and strides. Entry strides are constants, so that the compiler knows their alignment."""
+    if cache_format is None:  # rows [N, 576]: blocks of one
+        kv, cache_format = kv[:, None], "bf16"
+    latent, rope, scales = latent_views(kv, cache_format)
+    return {
+        "latent": latent, "latent_block": latent.stride(0), "LATENT_ENTRY": latent.stride(1),
+        "rope": rope, "rope_block": rope.stride(0), "ROPE_ENTRY": rope.stride(1),
+        "scales": scales, "scales_block": 0 if scales is None else scales.stride(0),
+        "SCALES_ENTRY": 0 if scales is None else scales.stride(1),
+        "BLOCK_SIZE": kv.shape[1],
+    }  # fmt: skip
+
+
+def num_sms(device: torch.device) -> int:
+    """How many programs run side by side."""
+    if device.type != "cuda":
+        return INTERPRETED_SMS
+    return torch.cuda.get_device_properties(device).multi_processor_count
