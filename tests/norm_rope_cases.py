@@ -239,8 +239,8 @@ class Run:
         k, size = torch.cat((turned, k[:, width:]), 1), torch.cat((size, k[:, width:].abs() + 3.0), 1)
         scale = (k.abs().amax(1, keepdim=True).clamp(min=1e-4) / FP8_MAX).log2().ceil().exp2()
         keys, scales = index_views(self.index_cache)
+        rounds_to("index cache", keys[place], k / scale, size / scale)
         assert wide(scales[place]).equal(scale.squeeze(1)), "index cache: scales"
-        rounds_to("index cache: keys", keys[place], k / scale, size / scale)
         keys.view(torch.uint8)[place] = POISON
         scales.view(torch.int32)[place] = 0x7F7F7F7F
         assert self.memory["index cache"].eq(POISON).all(), "index cache: bytes written outside the owned slots"
