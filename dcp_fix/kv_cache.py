@@ -178,11 +178,13 @@ def to_fp8(x: Tensor) -> Tensor:
 
 
 def check_format(cache_format: str) -> None:
+    """Raise ValueError unless `cache_format` is one of CACHE_FORMATS."""
     if cache_format not in CACHE_FORMATS:
         raise ValueError(f"cache_format={cache_format!r} is unknown; choose one of {', '.join(CACHE_FORMATS)}")
 
 
 def check_latent_cache(cache: Tensor, cache_format: str, scale: Tensor | float | None) -> None:
+    """Raise ValueError unless `cache` has the dtype and width of its format, and a scale where the format needs one."""
     check_format(cache_format)
     dtype, width = _DTYPE[cache_format], _WIDTH[cache_format]
     if cache.ndim != 3 or cache.dtype != dtype or cache.shape[2] != width:
@@ -195,6 +197,7 @@ def check_latent_cache(cache: Tensor, cache_format: str, scale: Tensor | float |
 
 
 def check_index_cache(cache: Tensor) -> None:
+    """Raise ValueError unless `cache` is uint8 [blocks, block_size, 132] with contiguous, 4-byte aligned blocks."""
     if cache.ndim != 3 or cache.dtype != torch.uint8 or cache.shape[2] != INDEX_BYTES:
         raise ValueError(
             f"an index cache is torch.uint8 [blocks, block_size, {INDEX_BYTES}], not {cache.dtype} "
