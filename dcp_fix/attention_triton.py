@@ -11,9 +11,9 @@ fp8_ds_mla are applied in fp32 and the entry rounded to that type once; the one 
 and to the result.
 
 A row of a block that lies beyond the count repeats the last valid slot and gets score -inf: nothing that was not
-selected is read, so no load needs a mask. Slots are 64-bit before they meet a stride (slot 3,273,604 of 656 bytes is the
-first to pass 2**31). Splits and accumulators come from workspace.py: where nothing is split, the result is written
-directly and no accumulator exists.
+selected is read, so no load needs a mask. Slots are 64-bit before they meet a stride (slot 3,273,604 of 656 bytes is
+the first to pass 2**31). Splits and accumulators come from workspace.py: where nothing is split, the result is
+written directly and no accumulator exists.
 
 TRITON_INTERPRET=1 must be set before this module is imported; the interpreter is only to be trusted with fp32 queries.
 Not here: tuning per GPU, warp specialisation, reading fp8 straight into the tensor cores.
@@ -133,7 +133,7 @@ def _merge(parts, part_lse, out, lse, SPLITS: tl.constexpr, BLOCK_S: tl.constexp
     for s in range(SPLITS):
         weight = tl.exp(tl.load(part_lse + s * stride + at) - finite_top) / tl.where(total > 0, total, 1.0)
         part = tl.load(parts + (s * stride + at) * _LATENT + tl.arange(0, _LATENT))
-        acc += tl.where(weight > 0, weight * part, 0.0)
+        acc += weight * part  # an empty piece is (0, -inf), never NaN
     tl.store(out + at * _LATENT + tl.arange(0, _LATENT), acc)
     tl.store(lse + at, top + tl.log(total))
 
