@@ -66,16 +66,26 @@ class Config:
         try:
             raw = json.loads(path.read_text())
         except FileNotFoundError as error:
-            raise CheckpointError(f"{path}: no such file; a checkpoint folder holds config.json, model.safetensors, tokenizer.json") from error
+            raise CheckpointError(
+                f"{path}: no such file; a checkpoint folder holds config.json, model.safetensors, tokenizer.json"
+            ) from error
         except (json.JSONDecodeError, UnicodeDecodeError) as error:
             raise CheckpointError(f"{path}: not JSON ({error}); restore the file") from error
         if not isinstance(raw, dict) or raw.get("model_type") != "glm_moe_dsa":
             raise CheckpointError(f"{path}: model_type is not 'glm_moe_dsa'; only GLM-DSA checkpoints run here")
         rope = raw.get("rope_parameters") or {}
-        if rope.get("rope_type", "default") != "default" or raw.get("n_group", 1) != 1 or raw.get("quantization_config"):
-            raise CheckpointError(f"{path}: needs scaled RoPE, expert groups or quantised weights, which this model does not implement")
+        if (
+            rope.get("rope_type", "default") != "default"
+            or raw.get("n_group", 1) != 1
+            or raw.get("quantization_config")
+        ):
+            raise CheckpointError(
+                f"{path}: needs scaled RoPE, expert groups or quantised weights, which this model does not implement"
+            )
         if raw.get("n_shared_experts") != 1:
-            raise CheckpointError(f"{path}: n_shared_experts is {raw.get('n_shared_experts')}; one shared expert is what this model implements")
+            raise CheckpointError(
+                f"{path}: n_shared_experts is {raw.get('n_shared_experts')}; one shared expert is what this model implements"
+            )
         raw["rope_theta"] = rope.get("rope_theta")
         missing = [f.name for f in fields(cls) if raw.get(f.name) is None]
         if missing:
@@ -126,7 +136,9 @@ class Layer:
         self.is_moe = config.mlp_layer_types[index] == "sparse"
         kv_b = self.w["self_attn.kv_b_proj.weight"]
         per_head = kv_b.view(-1, config.qk_nope_head_dim + config.v_head_dim, config.kv_lora_rank)
-        self.w_uk, self.w_uv = per_head.split([config.qk_nope_head_dim, config.v_head_dim], 1)  # [h, nope, 512], [h, v, 512]
+        self.w_uk, self.w_uv = per_head.split(
+            [config.qk_nope_head_dim, config.v_head_dim], 1
+        )  # [h, nope, 512], [h, v, 512]
 
     @property
     def heads(self) -> int:
@@ -139,7 +151,9 @@ class Layer:
 
     def latents(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Before the fused norm/RoPE: query latent [..., q_lora], KV latent [..., 512], unrotated shared key [..., 64]."""
-        kv, k_pe = self.project("kv_a_proj_with_mqa", x).split([self.config.kv_lora_rank, self.config.qk_rope_head_dim], -1)
+        kv, k_pe = self.project("kv_a_proj_with_mqa", x).split(
+            [self.config.kv_lora_rank, self.config.qk_rope_head_dim], -1
+        )
         return self.project("q_a_proj", x), kv, k_pe
 
     def queries(self, q_latent: Tensor, cos_sin: Tensor) -> tuple[Tensor, Tensor]:
@@ -174,7 +188,9 @@ class Layer:
         """Indexer keys [..., 128]: LayerNorm, then RoPE on the first 64. The fused kernel computes the same from `indexer.wk`'s output."""
         c = self.config
         weight, bias = self.w["self_attn.indexer.k_norm.weight"], self.w["self_attn.indexer.k_norm.bias"]
-        k = F.layer_norm(self.project("indexer.wk", x).float(), (c.index_head_dim,), weight.float(), bias.float(), INDEX_NORM_EPS)
+        k = F.layer_norm(
+            self.project("indexer.wk", x).float(), (c.index_head_dim,), weight.float(), bias.float(), INDEX_NORM_EPS
+        )
         rope, rest = k.to(x.dtype).split([c.qk_rope_head_dim, c.index_head_dim - c.qk_rope_head_dim], -1)
         return torch.cat([rotate(rope, cos_sin), rest], -1)
 
@@ -183,13 +199,19 @@ class Layer:
         gate_up = F.linear(x, self.w["mlp.gate_proj.weight"]), F.linear(x, self.w["mlp.up_proj.weight"])
         inner = F.silu(gate_up[0]) * gate_up[1]
         if self.is_moe:
-            inner = (inner.unflatten(-1, (self.config.n_routed_experts + 1, -1)) * self.route(x)[..., None].to(x.dtype)).flatten(-2)
+            inner = (
+                inner.unflatten(-1, (self.config.n_routed_experts + 1, -1)) * self.route(x)[..., None].to(x.dtype)
+            ).flatten(-2)
         return F.linear(inner, self.w["mlp.down_proj.weight"])
 
     def route(self, x: Tensor) -> Tensor:
         """Expert weights [..., E + 1], fp32: sigmoid scores of the top experts, normalised and scaled; the shared expert's 1 comes last."""
         scores = F.linear(x.float(), self.w["mlp.gate.weight"].float()).sigmoid()
-        chosen = (scores + self.w["mlp.gate.e_score_correction_bias"].float()).topk(self.config.num_experts_per_tok, -1).indices
+        chosen = (
+            (scores + self.w["mlp.gate.e_score_correction_bias"].float())
+            .topk(self.config.num_experts_per_tok, -1)
+            .indices
+        )
         picked = torch.zeros_like(scores).scatter(-1, chosen, scores.gather(-1, chosen))
         weights = picked / (picked.sum(-1, keepdim=True) + 1e-20) * self.config.routed_scaling_factor
         return torch.cat([weights, torch.ones_like(weights[..., :1])], -1)
@@ -237,23 +259,29 @@ class PlainAttention:
 
     def __init__(self, config: Config, length: int, device: torch.device | str = "cpu") -> None:
         if length > config.max_position_embeddings:
-            raise ValueError(f"sequence of {length} tokens; the checkpoint knows {config.max_position_embeddings} positions")
+            raise ValueError(
+                f"sequence of {length} tokens; the checkpoint knows {config.max_position_embeddings} positions"
+            )
         self.config, self.cos_sin = config, rope_table(config, device)[:length]
         self.mask: Tensor | None = None  # [..., T, T], True where attended
 
     def __call__(self, layer: Layer, x: Tensor) -> Tensor:
         """Normed input [..., T, hidden] to head values [..., T, h, v]."""
-        c, w = self.config, layer.w
-        q_latent, kv, k_pe = layer.latents(x)
-        q_latent = rms_norm(q_latent, w["self_attn.q_a_layernorm.weight"], c.rms_norm_eps)
-        latent = rms_norm(kv, w["self_attn.kv_a_layernorm.weight"], c.rms_norm_eps)
-        if layer.has_indexer and x.shape[-2] > c.index_topk:
+        q, k, v, q_latent = self.project(layer, x)
+        if layer.has_indexer and x.shape[-2] > self.config.index_topk:
             self.mask = self.select(layer, x.detach(), q_latent.detach())
-        q = torch.cat(layer.queries(q_latent, self.cos_sin), -1).transpose(-3, -2)  # [..., h, T, nope + rope]
-        k, v = (t.transpose(-3, -2) for t in layer.expand(latent, rotate(k_pe, self.cos_sin)))
         mask = None if self.mask is None else self.mask[..., None, :, :]
-        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=c.scale)
+        out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=self.config.scale)
         return out.transpose(-3, -2)
+
+    def project(self, layer: Layer, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Queries, keys [..., h, T, nope + rope] and values [..., h, T, v] of every head, and the normed query latent [..., T, q_lora]."""
+        q_latent, kv, k_pe = layer.latents(x)
+        q_latent = rms_norm(q_latent, layer.w["self_attn.q_a_layernorm.weight"], self.config.rms_norm_eps)
+        latent = rms_norm(kv, layer.w["self_attn.kv_a_layernorm.weight"], self.config.rms_norm_eps)
+        q = torch.cat(layer.queries(q_latent, self.cos_sin), -1)
+        k, v = layer.expand(latent, rotate(k_pe, self.cos_sin))
+        return q.transpose(-3, -2), k.transpose(-3, -2), v.transpose(-3, -2), q_latent
 
     @torch.no_grad()
     def select(self, layer: Layer, x: Tensor, q_latent: Tensor) -> Tensor:
@@ -282,7 +310,9 @@ def read_weights(path: Path, config: Config) -> dict[str, Tensor]:
     try:
         weights = load_file(path)
     except FileNotFoundError as error:
-        raise CheckpointError(f"{path}: no such file; a checkpoint folder holds config.json, model.safetensors, tokenizer.json") from error
+        raise CheckpointError(
+            f"{path}: no such file; a checkpoint folder holds config.json, model.safetensors, tokenizer.json"
+        ) from error
     except SafetensorError as error:
         raise CheckpointError(f"{path}: damaged or truncated ({error}); restore the file") from error
     for name, shape in weight_shapes(config).items():
@@ -298,7 +328,11 @@ def read_weights(path: Path, config: Config) -> dict[str, Tensor]:
 def weight_shapes(config: Config) -> dict[str, tuple[int, ...]]:
     """Name and shape of every tensor that a checkpoint of this config holds."""
     c, hidden = config, config.hidden_size
-    shapes = {"model.embed_tokens.weight": (c.vocab_size, hidden), "model.norm.weight": (hidden,), "lm_head.weight": (c.vocab_size, hidden)}
+    shapes = {
+        "model.embed_tokens.weight": (c.vocab_size, hidden),
+        "model.norm.weight": (hidden,),
+        "lm_head.weight": (c.vocab_size, hidden),
+    }
     for i in range(c.num_hidden_layers):
         layer = {"input_layernorm.weight": (hidden,), "post_attention_layernorm.weight": (hidden,)}
         layer |= {f"self_attn.{name}": shape for name, shape in attention_shapes(c, i).items()}
@@ -352,7 +386,9 @@ def expert_names(c: Config) -> list[str]:
 
 def fuse_experts(weights: dict[str, Tensor], config: Config) -> dict[str, Tensor]:
     """Checkpoint names to model names: the experts of an MoE layer become one `mlp.{gate,up,down}_proj`, blocks as in `expert_names`."""
-    fused = {name: value for name, value in weights.items() if ".experts." not in name and ".shared_experts." not in name}
+    fused = {
+        name: value for name, value in weights.items() if ".experts." not in name and ".shared_experts." not in name
+    }
     for i, kind in enumerate(config.mlp_layer_types):
         for part, dim in (("gate_proj", 0), ("up_proj", 0), ("down_proj", 1)) if kind == "sparse" else ():
             blocks = [weights[f"model.layers.{i}.mlp.{name}.{part}.weight"] for name in expert_names(config)]
@@ -366,5 +402,8 @@ def split_experts(weights: dict[str, Tensor], config: Config) -> dict[str, Tenso
     for i, kind in enumerate(config.mlp_layer_types):
         for part, dim in (("gate_proj", 0), ("up_proj", 0), ("down_proj", 1)) if kind == "sparse" else ():
             blocks = split.pop(f"model.layers.{i}.mlp.{part}.weight").split(config.moe_intermediate_size, dim)
-            split |= {f"model.layers.{i}.mlp.{n}.{part}.weight": b.contiguous() for n, b in zip(expert_names(config), blocks, strict=True)}
+            split |= {
+                f"model.layers.{i}.mlp.{n}.{part}.weight": b.contiguous()
+                for n, b in zip(expert_names(config), blocks, strict=True)
+            }
     return split

@@ -1,0 +1,293 @@
+"""A small world of keys, locks, doors and places: facts first, then questions whose answers must be looked up in the text above.
+
+    the oak key opens the vault lock .          a fact
+    note : the quiet river turned past town .   filler
+    log : lock lock lock lock .                 filler of one repeated word, one filler line in eight
+    q : what does the oak key open ? a :        the question; the model goes on: the oak key opens the vault lock . <end>
+
+Which key opens which lock is drawn anew for every prompt, so nothing can be learned by heart; beyond that, the asked fact of every
+prompt is a held-out pair, one that no training text holds.
+
+The `log` lines make `lock` a likely word when attention fails. Real logs do that to real models; here it is done on purpose, so that the
+small model's garbage looks like the garbage of the field. No other choice in the corpus is aimed at the broken output.
+
+Everything is drawn from a seed. Texts are lists of token ids; one word is one token.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from random import Random
+from typing import NamedTuple
+
+KEYS = (
+    "oak copper silver iron brass golden bronze glass ivory amber pearl coral cedar maple walnut willow birch pine "
+    "elm ash steel tin lead zinc nickel cobalt jade ruby topaz opal onyx quartz flint marble granite slate clay chalk bone horn "
+    "shell feather velvet satin linen cotton wool leather paper wax candle lantern arrow anchor compass crooked tiny heavy "
+    "rusty polished carved painted broken hollow"
+).split()
+PLACES = (
+    "vault school harbour market tower mill chapel library stable bakery forge museum theatre hospital station prison "
+    "palace cottage castle barn brewery abbey garden bridge lighthouse windmill orchard quarry mine tavern hotel office studio "
+    "factory workshop warehouse archive bank court embassy college nursery kennel greenhouse boathouse clubhouse treasury mint "
+    "armoury granary dairy cannery tannery pottery foundry laundry pharmacy cinema arcade pavilion gallery observatory depot shipyard"
+).split()
+COLOURS = (
+    "red blue green yellow white black purple orange pink brown grey scarlet crimson indigo violet turquoise teal maroon olive beige "
+    "lilac mauve azure tan"
+).split()
+ROOMS = (
+    "cellar attic kitchen pantry hall parlour bedroom bathroom nursery study lounge balcony terrace courtyard corridor stairwell "
+    "wardrobe larder scullery loft basement landing porch veranda conservatory dungeon crypt cloister refectory dormitory chamber alcove"
+).split()
+NOUNS = (
+    "river wind town boat cloud horse farmer sailor child road field bird letter storm shadow baker teacher train engine winter summer "
+    "forest mountain village hunter singer painter doctor merchant stranger island valley"
+).split()
+ADJECTIVES = "quiet old young small large bright dark cold warm slow quick gentle wild lonely happy tired clever brave pale early late distant".split()
+VERBS = "moved turned waited slept sang walked danced rested wandered listened laughed vanished returned paused stood drifted".split()
+PREPOSITIONS = "over under near past beside behind through around".split()
+TIMES = "morning evening night spring autumn afternoon twilight rain".split()
+FRAME = "<s> <end> . : ? the key opens lock door leads to q a what does open where lead note log in".split()
+
+FILLER = tuple(  # one pattern for every length from 6 to 13 tokens, so that a text can be made to end anywhere
+    line.split()
+    for line in (
+        "note : A N V .",
+        "note : the A N V .",
+        "note : the N V P N .",
+        "note : the A N V P N .",
+        "note : the A N V P the N .",
+        "note : the A N V P the A N .",
+        "note : in the T the A N V P N .",
+        "note : in the T the A N V P the N .",
+    )
+)
+SHORTEST, LONGEST = 6, 13
+QUESTION_TOKENS = 20  # a question and its answer
+LOG_SHARE = 1 / 8  # share of filler lines that repeat one word
+SLOTS = {"A": ADJECTIVES, "N": NOUNS, "V": VERBS, "P": PREPOSITIONS, "T": TIMES}
+CLASSES = {"512": (512, 12), "1536": (1536, 16), "1024+1536": (2560, 16), "8192": (8192, 16)}  # name: (tokens, facts)
+CACHED = {"1024+1536": 1024}  # tokens of the prompt that an earlier request has left in the prefix cache
+HELD_OUT = 8  # one pair in eight is never seen in training
+CHECKPOINT = Path(__file__).with_name("checkpoint")
+
+
+def vocabulary() -> list[str]:
+    """All words, the index of each its token id; padded to a multiple of 64 so that the rows divide over eight ranks."""
+    words = list(
+        dict.fromkeys(FRAME + KEYS + PLACES + COLOURS + ROOMS + NOUNS + ADJECTIVES + VERBS + PREPOSITIONS + TIMES)
+    )
+    return words + [f"<unused{i}>" for i in range(-len(words) % 64)]
+
+
+WORDS = tuple(vocabulary())
+ID = {word: i for i, word in enumerate(WORDS)}
+BOS, END = ID["<s>"], ID["<end>"]
+WORD_IDS = [i for word, i in ID.items() if word not in FRAME and not word.startswith("<")]
+
+
+class Relation(NamedTuple):
+    """A kind of fact: who, what about them, how it is said and asked."""
+
+    subjects: list[str]
+    objects: list[str]
+    fact: str
+    question: str
+
+
+RELATIONS = (
+    Relation(KEYS, PLACES, "the {} key opens the {} lock .", "q : what does the {} key open ? a :"),
+    Relation(COLOURS, ROOMS, "the {} door leads to the {} .", "q : where does the {} door lead ? a :"),
+)
+
+
+@dataclass(frozen=True)
+class Fact:
+    """One fact: relation and the two words it joins."""
+
+    relation: int
+    subject: int
+    object: int
+
+    def words(self) -> list[str]:
+        """`the oak key opens the vault lock .`"""
+        relation = RELATIONS[self.relation]
+        return relation.fact.format(relation.subjects[self.subject], relation.objects[self.object]).split()
+
+    def question(self) -> list[str]:
+        """`q : what does the oak key open ? a :`"""
+        relation = RELATIONS[self.relation]
+        return relation.question.format(relation.subjects[self.subject]).split()
+
+    @property
+    def held_out(self) -> bool:
+        """Whether training never shows this pair."""
+        return (self.subject + self.object) % HELD_OUT == 0
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """A question over its context: `ids` end in `a :`; `answer` is what must follow, the end token included."""
+
+    ids: list[int]
+    answer: list[int]
+
+    @property
+    def text(self) -> str:
+        """The prompt in words."""
+        return decode(self.ids)
+
+
+def encode(words: list[str]) -> list[int]:
+    """Words to token ids. Raises `KeyError` for a word that the world does not have."""
+    return [ID[word] for word in words]
+
+
+def decode(ids: list[int]) -> str:
+    """Token ids to text, the end token included, words apart by single spaces."""
+    return " ".join(WORDS[i] for i in ids)
+
+
+def draw_facts(rng: Random, count: int, held_out: bool = False) -> list[Fact]:
+    """`count` facts with distinct subjects and distinct objects; the first is a held-out pair if `held_out`, no other ever is."""
+    facts: list[Fact] = []
+    used: set[tuple[int, str, int]] = set()
+    while len(facts) < count:
+        relation = 0 if rng.random() < 0.75 else 1
+        kind = RELATIONS[relation]
+        fact = Fact(relation, rng.randrange(len(kind.subjects)), rng.randrange(len(kind.objects)))
+        marks = {(relation, "subject", fact.subject), (relation, "object", fact.object)}
+        if fact.held_out == (held_out and not facts) and not used & marks:
+            used |= marks
+            facts.append(fact)
+    return facts
+
+
+def filler_line(rng: Random, length: int) -> list[str]:
+    """One filler line of exactly `length` tokens, 6 to 13."""
+    if rng.random() < LOG_SHARE:
+        return ["log", ":"] + ["lock"] * (length - 3) + ["."]
+    return [rng.choice(SLOTS[word]) if word in SLOTS else word for word in FILLER[length - SHORTEST]]
+
+
+def filler(rng: Random, tokens: int) -> list[list[str]]:
+    """Filler lines of `tokens` tokens in all (0, or at least 6)."""
+    lines = []
+    while tokens:
+        fitting = [n for n in range(SHORTEST, LONGEST + 1) if n == tokens or tokens - n >= SHORTEST]
+        length = rng.choice(fitting)
+        lines.append(filler_line(rng, length))
+        tokens -= length
+    return lines
+
+
+def context(rng: Random, facts: list[Fact], tokens: int) -> list[str]:
+    """A begin token, then the facts among filler in random order: `tokens` words."""
+    lines = [fact.words() for fact in facts]
+    lines += filler(rng, tokens - 1 - sum(map(len, lines)))
+    rng.shuffle(lines)
+    return ["<s>"] + [word for line in lines for word in line]
+
+
+def prompt(rng: Random, tokens: int, count: int) -> Prompt:
+    """A prompt of exactly `tokens` tokens over `count` facts that asks for a held-out pair."""
+    facts = draw_facts(rng, count, held_out=True)
+    question = facts[0].question()
+    words = context(rng, facts, tokens - len(question)) + question
+    return Prompt(encode(words), encode([*facts[0].words(), "<end>"]))
+
+
+def prompts(name: str, count: int, seed: int = 0) -> list[Prompt]:
+    """`count` held-out prompts of class `name`: 512, 1536, 1024+1536 or 8192. Raises `ValueError` for another name."""
+    if name not in CLASSES:
+        raise ValueError(f"prompt class {name!r}; choose from {', '.join(CLASSES)}")
+    tokens, facts = CLASSES[name]
+    return [prompt(Random(f"prompt {name} {seed} {i}"), tokens, facts) for i in range(count)]
+
+
+def lesson(rng: Random, tokens: int, count: int) -> tuple[list[int], list[float]]:
+    """A training text of `tokens` tokens over `count` facts: context, then answered questions, up to ten of them.
+
+    Returns the ids and how much each token counts as a target: the looked-up word 6, its subject 3, the rest of an answer 1, all else 0.3.
+    """
+    facts = draw_facts(rng, count)
+    room = tokens - 1 - SHORTEST - sum(len(fact.words()) for fact in facts)
+    asked = rng.sample(facts, rng.randint(1, min(count, 10, room // QUESTION_TOKENS)))
+    tail, weights = [], []
+    for fact in asked:
+        answer = [*fact.words(), "<end>"]
+        relation = RELATIONS[fact.relation]
+        marks = {relation.objects[fact.object]: 6.0, relation.subjects[fact.subject]: 3.0}
+        tail += fact.question() + answer
+        weights += [0.3] * len(fact.question()) + [marks.get(word, 1.0) for word in answer]
+    room = tokens - len(tail)
+    return encode(context(rng, facts, room) + tail), [0.3] * room + weights
+
+
+def repeats(rng: Random, tokens: int) -> tuple[list[int], list[float]]:
+    """Random words said again and again with a period that differs from text to text: what followed this word before?"""
+    words = rng.sample(WORD_IDS, rng.randint(4, min(tokens // 2, 60)))
+    return _cycled(words, len(words), [3.0], tokens)
+
+
+def strided(rng: Random, tokens: int) -> tuple[list[int], list[float]]:
+    """The same with 0 to 3 fixed words after every word: what followed this word, the separators aside?"""
+    separators = rng.choices(range(len(FRAME)), k=rng.randint(0, 3))
+    stride = 1 + len(separators)
+    words = rng.sample(WORD_IDS, rng.randint(4, min(tokens // (2 * stride), 60)))
+    return _cycled(
+        [i for word in words for i in (word, *separators)], len(words) * stride, [3.0] + [0.1] * len(separators), tokens
+    )
+
+
+def pairs(rng: Random, tokens: int) -> tuple[list[int], list[float]]:
+    """Pairs "X sep sep Y sep sep", said again in ever new orders: which Y belongs to this X?"""
+    separators = rng.choices(range(len(FRAME)), k=rng.randint(0, 3))
+    length = 2 * (1 + len(separators))
+    words = rng.sample(WORD_IDS, 2 * rng.randint(2, max(2, min(tokens // (2 * length), 24))))
+    known = [[x, *separators, y, *separators] for x, y in zip(words[0::2], words[1::2], strict=True)]
+    ids = [BOS, *(i for pair in known for i in pair)]
+    weights = [0.1] * len(ids)
+    while len(ids) < tokens:
+        ids += [i for pair in rng.sample(known, len(known)) for i in pair]
+        weights += ([0.1] * (length // 2) + [3.0] + [0.1] * len(separators)) * len(known)
+    return ids[:tokens], weights[:tokens]
+
+
+def _cycled(ids: list[int], period: int, marks: list[float], tokens: int) -> tuple[list[int], list[float]]:
+    """A begin token, then `ids` over and over; from the second time on a token counts as its place in `marks` says."""
+    turns = -(-tokens // period)
+    weights = [0.1] * (1 + period) + marks * (period // len(marks) * turns)
+    return ([BOS] + ids * turns)[:tokens], weights[:tokens]
+
+
+def texts(seed: str, kind: str, tokens: int, facts: tuple[int, int]) -> Iterator[tuple[list[int], list[float]]]:
+    """An endless stream of training texts of one kind: `repeats`, `strided`, `pairs` or `facts` (with 8 % pairs among them)."""
+    rng = Random(f"train {seed}")
+    drills = {"repeats": repeats, "strided": strided, "pairs": pairs, "facts": pairs}
+    while True:
+        if kind == "facts" and rng.random() > 0.08:
+            yield lesson(rng, tokens, rng.randint(*facts))
+        else:
+            yield drills[kind](rng, tokens)
+
+
+def save_tokenizer(folder: Path) -> None:
+    """Write `tokenizer.json` and `tokenizer_config.json`: one token a word, split at spaces."""
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    tokenizer = Tokenizer(models.WordLevel(ID, unk_token="<unused0>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokenizer.add_special_tokens(["<s>", "<end>"])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "bos_token": "<s>",
+        "eos_token": "<end>",
+        "clean_up_tokenization_spaces": False,
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings, indent=2) + "\n")
