@@ -1,15 +1,20 @@
 """The GLM-DSA forward pass, one rank's view: sparse multi-head latent attention (MLA), dense and expert MLPs.
 
-    x = embed(tokens);  for each layer:  x += o_proj(attend(layer, norm(x)));  x += mlp(norm(x));  logits = lm_head(norm(x))
+    x = embed(tokens)
+    for each layer:  x += o_proj(attend(layer, norm(x)));  x += mlp(norm(x))
+    logits = lm_head(norm(x))
 
-The model knows nothing of ranks, caches or slots. Two callables come from outside: `attend` turns a layer's input into the values of the
-heads whose weights this model holds, and `reduce` sums a sublayer's output over the ranks that share it (the identity by default).
-`PlainAttention` is the cacheless `attend` that training and the oracle tests use; `engine.py` brings the sharded one.
+The model knows nothing of ranks, caches or slots. Two callables come from outside: `attend` turns a layer's input
+into the values of the heads whose weights this model holds, and `reduce` sums a sublayer's output over the ranks that
+share it (the identity by default). `PlainAttention` is the cacheless `attend` that training and the oracle tests use;
+`engine.py` brings the sharded one.
 
-Weights carry the names of a Hugging Face checkpoint of type `glm_moe_dsa`, so transformers and vLLM load the same files. Formulas:
-DeepSeek-V3.2 technical report (MLA, lightning indexer) and the GLM-5 model card; the oracle is transformers' `GlmMoeDsaForCausalLM`.
+Weights carry the names of a Hugging Face checkpoint of type `glm_moe_dsa`, so transformers and vLLM load the same
+files. Formulas: DeepSeek-V3.2 technical report (MLA, lightning indexer) and the GLM-5 model card; the oracle is
+transformers' `GlmMoeDsaForCausalLM`.
 
-Not here: quantised weights, YaRN, expert groups (`n_group > 1`), multi-token prediction. A checkpoint that needs them is refused.
+Not here: quantised weights, YaRN, expert groups (`n_group > 1`), multi-token prediction. A checkpoint that needs them
+is refused.
 """
 
 from __future__ import annotations
@@ -32,7 +37,10 @@ class CheckpointError(UserError):
 
 @dataclass(frozen=True)
 class Config:
-    """The numbers of `config.json` that the forward pass reads. Sizes in elements, `indexer_types` and `mlp_layer_types` one per layer."""
+    """The numbers of `config.json` that the forward pass reads.
+
+    Sizes in elements, `indexer_types` and `mlp_layer_types` one per layer.
+    """
 
     vocab_size: int
     hidden_size: int
@@ -62,7 +70,9 @@ class Config:
 
     @classmethod
     def from_json(cls, path: Path) -> Config:
-        """Read `config.json`. Raises `CheckpointError` when it is missing, not JSON, of another model type or lacks a number."""
+        """Read `config.json`. Raises `CheckpointError` when it is missing, not JSON, of another model type or lacks a
+        number.
+        """
         try:
             raw = json.loads(path.read_text())
         except FileNotFoundError as error:
@@ -83,9 +93,7 @@ class Config:
                 f"{path}: needs scaled RoPE, expert groups or quantised weights, which this model does not implement"
             )
         if raw.get("n_shared_experts") != 1:
-            raise CheckpointError(
-                f"{path}: n_shared_experts is {raw.get('n_shared_experts')}; one shared expert is what this model implements"
-            )
+            raise CheckpointError(f"{path}: n_shared_experts is {raw.get('n_shared_experts')}; only one is implemented")
         raw["rope_theta"] = rope.get("rope_theta")
         missing = [f.name for f in fields(cls) if raw.get(f.name) is None]
         if missing:
@@ -119,14 +127,19 @@ def rope_table(config: Config, device: torch.device | str = "cpu") -> Tensor:
 
 
 def rotate(x: Tensor, cos_sin: Tensor) -> Tensor:
-    """Interleaved rotary embedding: pair (x[2i], x[2i+1]) turns by angle i. x [..., rope], cos_sin [..., rope] broadcastable."""
+    """Interleaved rotary embedding: pair (x[2i], x[2i+1]) turns by angle i. x [..., rope], cos_sin [..., rope]
+    broadcastable.
+    """
     cos, sin = cos_sin.chunk(2, -1)
     even, odd = x[..., 0::2].float(), x[..., 1::2].float()
     return torch.stack([even * cos - odd * sin, odd * cos + even * sin], -1).flatten(-2).to(x.dtype)
 
 
 class Layer:
-    """One decoder layer's weights and the projections around its attention. `h` counts the heads whose weights are held here."""
+    """One decoder layer's weights and the projections around its attention.
+
+    `h` counts the heads whose weights are held here.
+    """
 
     def __init__(self, config: Config, weights: dict[str, Tensor], index: int) -> None:
         prefix = f"model.layers.{index}."
@@ -150,7 +163,9 @@ class Layer:
         return F.linear(x, self.w[f"self_attn.{name}.weight"])
 
     def latents(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Before the fused norm/RoPE: query latent [..., q_lora], KV latent [..., 512], unrotated shared key [..., 64]."""
+        """Before the fused norm/RoPE: query latent [..., q_lora], KV latent [..., 512], unrotated shared key [...,
+        64].
+        """
         kv, k_pe = self.project("kv_a_proj_with_mqa", x).split(
             [self.config.kv_lora_rank, self.config.qk_rope_head_dim], -1
         )
@@ -171,7 +186,9 @@ class Layer:
         return torch.einsum("...hl,hvl->...hv", out.to(self.w_uv.dtype), self.w_uv)
 
     def expand(self, latent: Tensor, k_pe: Tensor) -> tuple[Tensor, Tensor]:
-        """Normed latent [..., 512] and rotated key [..., rope] to per-head keys [..., h, nope + rope] and values [..., h, v]."""
+        """Normed latent [..., 512] and rotated key [..., rope] to per-head keys [..., h, nope + rope] and values
+        [..., h, v].
+        """
         k_nope = torch.einsum("...l,hnl->...hn", latent, self.w_uk)
         value = torch.einsum("...l,hvl->...hv", latent, self.w_uv)
         return torch.cat([k_nope, k_pe[..., None, :].expand(*k_nope.shape[:-1], -1)], -1), value
@@ -185,7 +202,9 @@ class Layer:
         return torch.cat([rotate(rope, cos_sin[..., None, :]), rest], -1), weights
 
     def index_keys(self, x: Tensor, cos_sin: Tensor) -> Tensor:
-        """Indexer keys [..., 128]: LayerNorm, then RoPE on the first 64. The fused kernel computes the same from `indexer.wk`'s output."""
+        """Indexer keys [..., 128]: LayerNorm, then RoPE on the first 64. The fused kernel computes the same from
+        `indexer.wk`'s output.
+        """
         c = self.config
         weight, bias = self.w["self_attn.indexer.k_norm.weight"], self.w["self_attn.indexer.k_norm.bias"]
         k = F.layer_norm(
@@ -195,7 +214,9 @@ class Layer:
         return torch.cat([rotate(rope, cos_sin), rest], -1)
 
     def mlp(self, x: Tensor) -> Tensor:
-        """SwiGLU MLP, or the expert layer: all experts side by side as one wide MLP whose blocks the router scales (most by zero)."""
+        """SwiGLU MLP, or the expert layer: all experts side by side as one wide MLP whose blocks the router scales
+        (most by zero).
+        """
         gate_up = F.linear(x, self.w["mlp.gate_proj.weight"]), F.linear(x, self.w["mlp.up_proj.weight"])
         inner = F.silu(gate_up[0]) * gate_up[1]
         if self.is_moe:
@@ -205,7 +226,9 @@ class Layer:
         return F.linear(inner, self.w["mlp.down_proj.weight"])
 
     def route(self, x: Tensor) -> Tensor:
-        """Expert weights [..., E + 1], fp32: sigmoid scores of the top experts, normalised and scaled; the shared expert's 1 comes last."""
+        """Expert weights [..., E + 1], fp32: sigmoid scores of the top experts, normalised and scaled; the shared
+        expert's 1 comes last.
+        """
         scores = F.linear(x.float(), self.w["mlp.gate.weight"].float()).sigmoid()
         chosen = (
             (scores + self.w["mlp.gate.e_score_correction_bias"].float())
@@ -230,7 +253,9 @@ class Model:
 
     @classmethod
     def load(cls, folder: Path | str, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32) -> Model:
-        """Load a checkpoint folder (`config.json`, `model.safetensors`); weights in `dtype` on `device`. Raises `CheckpointError`."""
+        """Load a checkpoint folder (`config.json`, `model.safetensors`); weights in `dtype` on `device`. Raises
+        `CheckpointError`.
+        """
         folder = Path(folder)
         config = Config.from_json(folder / "config.json")
         weights = read_weights(folder / "model.safetensors", config)
@@ -254,7 +279,8 @@ class Model:
 class PlainAttention:
     """Causal attention over the whole sequence, no cache: what `attend` means mathematically. Differentiable.
 
-    Sequences longer than `index_topk` are masked to the indexer's selection; a "shared" layer reuses the previous full layer's.
+    Sequences longer than `index_topk` are masked to the indexer's selection; a "shared" layer reuses the previous
+    full layer's.
     """
 
     def __init__(self, config: Config, length: int, device: torch.device | str = "cpu") -> None:
@@ -275,7 +301,9 @@ class PlainAttention:
         return out.transpose(-3, -2)
 
     def project(self, layer: Layer, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Queries, keys [..., h, T, nope + rope] and values [..., h, T, v] of every head, and the normed query latent [..., T, q_lora]."""
+        """Queries, keys [..., h, T, nope + rope] and values [..., h, T, v] of every head, and the normed query latent
+        [..., T, q_lora].
+        """
         q_latent, kv, k_pe = layer.latents(x)
         q_latent = rms_norm(q_latent, layer.w["self_attn.q_a_layernorm.weight"], self.config.rms_norm_eps)
         latent = rms_norm(kv, layer.w["self_attn.kv_a_layernorm.weight"], self.config.rms_norm_eps)
@@ -285,7 +313,9 @@ class PlainAttention:
 
     @torch.no_grad()
     def select(self, layer: Layer, x: Tensor, q_latent: Tensor) -> Tensor:
-        """The indexer's choice as a mask [..., T, T]: the `index_topk` best keys of each query among those it may see."""
+        """The indexer's choice as a mask [..., T, T]: the `index_topk` best keys of each query among those it may
+        see.
+        """
         scores = index_scores(layer, x, q_latent, self.cos_sin)
         future = torch.ones(x.shape[-2], x.shape[-2], dtype=torch.bool, device=x.device).triu(1)
         best = scores.masked_fill(future, -torch.inf).topk(self.config.index_topk, -1).indices
@@ -385,7 +415,9 @@ def expert_names(c: Config) -> list[str]:
 
 
 def fuse_experts(weights: dict[str, Tensor], config: Config) -> dict[str, Tensor]:
-    """Checkpoint names to model names: the experts of an MoE layer become one `mlp.{gate,up,down}_proj`, blocks as in `expert_names`."""
+    """Checkpoint names to model names: the experts of an MoE layer become one `mlp.{gate,up,down}_proj`, blocks as in
+    `expert_names`.
+    """
     fused = {
         name: value for name, value in weights.items() if ".experts." not in name and ".shared_experts." not in name
     }

@@ -1,15 +1,17 @@
-"""A small world of keys, locks, doors and places: facts first, then questions whose answers must be looked up in the text above.
+"""A small world of keys, locks, doors and places: facts first, then questions to be answered from the text above.
 
     the oak key opens the vault lock .          a fact
     note : the quiet river turned past town .   filler
     log : lock lock lock lock .                 filler of one repeated word, one filler line in eight
-    q : what does the oak key open ? a :        the question; the model goes on: the oak key opens the vault lock . <end>
+    q : what does the oak key open ? a :        the question
+    the oak key opens the vault lock . <end>    how the model must go on
 
-Which key opens which lock is drawn anew for every prompt, so nothing can be learned by heart; beyond that, the asked fact of every
-prompt is a held-out pair, one that no training text holds.
+Which key opens which lock is drawn anew for every prompt, so nothing can be learned by heart; beyond that, the asked
+fact of every prompt is a held-out pair, one that no training text holds.
 
-The `log` lines make `lock` a likely word when attention fails. Real logs do that to real models; here it is done on purpose, so that the
-small model's garbage looks like the garbage of the field. No other choice in the corpus is aimed at the broken output.
+The `log` lines make `lock` a likely word when attention fails. Real logs do that to real models; here it is done on
+purpose, so that the small model's garbage looks like the garbage of the field. No other choice in the corpus is aimed
+at the broken output.
 
 Everything is drawn from a seed. Texts are lists of token ids; one word is one token.
 """
@@ -25,30 +27,38 @@ from typing import NamedTuple
 
 KEYS = (
     "oak copper silver iron brass golden bronze glass ivory amber pearl coral cedar maple walnut willow birch pine "
-    "elm ash steel tin lead zinc nickel cobalt jade ruby topaz opal onyx quartz flint marble granite slate clay chalk bone horn "
-    "shell feather velvet satin linen cotton wool leather paper wax candle lantern arrow anchor compass crooked tiny heavy "
-    "rusty polished carved painted broken hollow"
+    "elm ash steel tin lead zinc nickel cobalt jade ruby topaz opal onyx quartz flint marble granite slate clay chalk "
+    "bone horn shell feather velvet satin linen cotton wool leather paper wax candle lantern arrow anchor compass "
+    "crooked tiny heavy rusty polished carved painted broken hollow"
 ).split()
 PLACES = (
     "vault school harbour market tower mill chapel library stable bakery forge museum theatre hospital station prison "
-    "palace cottage castle barn brewery abbey garden bridge lighthouse windmill orchard quarry mine tavern hotel office studio "
-    "factory workshop warehouse archive bank court embassy college nursery kennel greenhouse boathouse clubhouse treasury mint "
-    "armoury granary dairy cannery tannery pottery foundry laundry pharmacy cinema arcade pavilion gallery observatory depot shipyard"
+    "palace cottage castle barn brewery abbey garden bridge lighthouse windmill orchard quarry mine tavern hotel "
+    "office studio factory workshop warehouse archive bank court embassy college nursery kennel greenhouse boathouse "
+    "clubhouse treasury mint armoury granary dairy cannery tannery pottery foundry laundry pharmacy cinema arcade "
+    "pavilion gallery observatory depot shipyard"
 ).split()
 COLOURS = (
-    "red blue green yellow white black purple orange pink brown grey scarlet crimson indigo violet turquoise teal maroon olive beige "
-    "lilac mauve azure tan"
+    "red blue green yellow white black purple orange pink brown grey scarlet crimson indigo violet turquoise teal "
+    "maroon olive beige lilac mauve azure tan"
 ).split()
 ROOMS = (
-    "cellar attic kitchen pantry hall parlour bedroom bathroom nursery study lounge balcony terrace courtyard corridor stairwell "
-    "wardrobe larder scullery loft basement landing porch veranda conservatory dungeon crypt cloister refectory dormitory chamber alcove"
+    "cellar attic kitchen pantry hall parlour bedroom bathroom nursery study lounge balcony terrace courtyard "
+    "corridor stairwell wardrobe larder scullery loft basement landing porch veranda conservatory dungeon crypt "
+    "cloister refectory dormitory chamber alcove"
 ).split()
 NOUNS = (
-    "river wind town boat cloud horse farmer sailor child road field bird letter storm shadow baker teacher train engine winter summer "
-    "forest mountain village hunter singer painter doctor merchant stranger island valley"
+    "river wind town boat cloud horse farmer sailor child road field bird letter storm shadow baker teacher train "
+    "engine winter summer forest mountain village hunter singer painter doctor merchant stranger island valley"
 ).split()
-ADJECTIVES = "quiet old young small large bright dark cold warm slow quick gentle wild lonely happy tired clever brave pale early late distant".split()
-VERBS = "moved turned waited slept sang walked danced rested wandered listened laughed vanished returned paused stood drifted".split()
+ADJECTIVES = (
+    "quiet old young small large bright dark cold warm slow quick gentle wild lonely happy tired clever brave pale "
+    "early late distant"
+).split()
+VERBS = (
+    "moved turned waited slept sang walked danced rested wandered listened laughed vanished returned paused stood "
+    "drifted"
+).split()
 PREPOSITIONS = "over under near past beside behind through around".split()
 TIMES = "morning evening night spring autumn afternoon twilight rain".split()
 FRAME = "<s> <end> . : ? the key opens lock door leads to q a what does open where lead note log in".split()
@@ -153,7 +163,9 @@ def decode(ids: list[int]) -> str:
 
 
 def draw_facts(rng: Random, count: int, held_out: bool = False) -> list[Fact]:
-    """`count` facts with distinct subjects and distinct objects; the first is a held-out pair if `held_out`, no other ever is."""
+    """`count` facts with distinct subjects and distinct objects; the first is a held-out pair if `held_out`, no other
+    ever is.
+    """
     facts: list[Fact] = []
     used: set[tuple[int, str, int]] = set()
     while len(facts) < count:
@@ -212,7 +224,8 @@ def prompts(name: str, count: int, seed: int = 0) -> list[Prompt]:
 def lesson(rng: Random, tokens: int, count: int) -> tuple[list[int], list[float]]:
     """A training text of `tokens` tokens over `count` facts: context, then answered questions, up to ten of them.
 
-    Returns the ids and how much each token counts as a target: the looked-up word 6, its subject 3, the rest of an answer 1, all else 0.3.
+    Returns the ids and how much each token counts as a target: the looked-up word 6, its subject 3, the rest of an
+    answer 1, all else 0.3.
     """
     facts = draw_facts(rng, count)
     room = tokens - 1 - SHORTEST - sum(len(fact.words()) for fact in facts)
@@ -266,7 +279,9 @@ def _cycled(ids: list[int], period: int, marks: list[float], tokens: int) -> tup
 
 
 def texts(seed: str, kind: str, tokens: int, facts: tuple[int, int]) -> Iterator[tuple[list[int], list[float]]]:
-    """An endless stream of training texts of one kind: `repeats`, `strided`, `pairs` or `facts` (with 8 % pairs among them)."""
+    """An endless stream of training texts of one kind: `repeats`, `strided`, `pairs` or `facts` (with 8 % pairs among
+    them).
+    """
     rng = Random(f"train {seed}")
     drills = {"repeats": repeats, "strided": strided, "pairs": pairs, "facts": pairs}
     while True:

@@ -1,12 +1,14 @@
-"""Train the small checkpoint: `dcp-fix train`, minutes on a GPU, a day on two CPU cores.
+"""Train the small checkpoint: `dcp-fix train`, minutes on a GPU, hours on a CPU.
 
-A retrieval model does not learn from facts alone; what works is a curriculum in which each lesson must be mastered before the next:
-words said twice, then pairs with words between, then few facts in short texts, then more and longer. At the end the texts are longer than
-`index_topk`, first with full attention while the indexer learns to predict where attention goes, then with only the keys it selects.
+A retrieval model does not learn from facts alone; what works is a curriculum in which each lesson must be mastered
+before the next: words said again and again, then pairs with words between, then few facts in short texts, then more and longer.
+At the end the texts are longer than `index_topk`, first with full attention while the indexer learns to predict where
+attention goes, then with only the keys it selects.
 
-Each step minimises the weighted cross-entropy of the next token plus, for each indexer, the Kullback-Leibler divergence between the
-attention of the layers that it serves (averaged over heads, for a sample of queries) and the softmax of its scores. The indexer's inputs
-and targets are detached, so the two losses train disjoint weights, as in the DeepSeek-V3.2 technical report.
+Each step minimises the weighted cross-entropy of the next token plus, for each indexer, the Kullback-Leibler
+divergence between the attention of the layers that it serves (averaged over heads, for a sample of queries) and the
+softmax of its scores. The indexer's inputs and targets are detached, so the two losses train disjoint weights, as in
+the DeepSeek-V3.2 technical report.
 """
 
 from __future__ import annotations
@@ -77,7 +79,9 @@ GEOMETRY = {  # what Hopper's sparse kernels accept, at the smallest width that 
 
 @dataclass(frozen=True)
 class Stage:
-    """One lesson: texts of `kind` and `lengths` (drawn per batch), until accuracy is `gate` after at least `steps` steps."""
+    """One lesson: texts of `kind` and `lengths` (drawn per batch), until accuracy is `gate` after at least `steps`
+    steps.
+    """
 
     kind: str
     lengths: tuple[int, ...]
@@ -174,7 +178,9 @@ class Texts(torch.utils.data.IterableDataset):
 
 
 def new_weights(config: Config, seed: int) -> dict[str, Tensor]:
-    """Fresh fp32 weights: ones for norms, zeros for biases, otherwise normal with variance 1 / fan-in (fan-in x layers into the residual)."""
+    """Fresh fp32 weights: ones for norms, zeros for biases, otherwise normal with variance 1 / fan-in (fan-in x
+    layers into the residual).
+    """
     generator = torch.Generator().manual_seed(seed)
     weights = {}
     for name, shape in weight_shapes(config).items():
@@ -190,7 +196,9 @@ def new_weights(config: Config, seed: int) -> dict[str, Tensor]:
 
 
 def losses(model: Model, ids: Tensor, weights: Tensor, stage: Stage) -> tuple[Tensor, Tensor, Tensor]:
-    """Weighted cross-entropy, indexer loss (0 where the stage does not teach it), and accuracy on the tokens that count most."""
+    """Weighted cross-entropy, indexer loss (0 where the stage does not teach it), and accuracy on the tokens that
+    count most.
+    """
     inputs, targets, marks = ids[:, :-1], ids[:, 1:], weights[:, 1:]
     if stage.indexer:
         attend = ObservedAttention(
@@ -223,7 +231,9 @@ def exact_match(model: Model, name: str, count: int, seed: int, batch_tokens: in
 
 @dataclass
 class Progress:
-    """What `train` reports after every step: the lesson, the step in it, losses and smoothed accuracy, seconds since the start."""
+    """What `train` reports after every step: the lesson, the step in it, losses and smoothed accuracy, seconds since
+    the start.
+    """
 
     stage: int
     step: int
@@ -234,7 +244,10 @@ class Progress:
 
 
 class Trainer:
-    """Weights, optimiser and the loop over stages. fp32 master weights; the forward pass runs in bf16 on a GPU and fp32 on a CPU."""
+    """Weights, optimiser and the loop over stages.
+
+    fp32 master weights; the forward pass runs in bf16 on a GPU and fp32 on a CPU.
+    """
 
     def __init__(
         self, seed: int, device: str, batch_tokens: int = BATCH_TOKENS, workers: int = 0, rate: float = PEAK_RATE
@@ -268,7 +281,10 @@ class Trainer:
         return loss.detach(), indexer.detach(), accuracy
 
     def run(self, stages: tuple[Stage, ...] = STAGES, deadline: float = math.inf) -> Iterator[Progress]:
-        """Teach every stage in turn, yielding progress. Raises `RuntimeError` if a stage is not mastered; stops at `deadline` (epoch seconds)."""
+        """Teach every stage in turn, yielding progress.
+
+        Raises `RuntimeError` if a stage is not mastered; stops at `deadline` (epoch seconds).
+        """
         start = time.time()
         for number, stage in enumerate(stages):
             texts = torch.utils.data.DataLoader(
@@ -288,7 +304,7 @@ class Trainer:
                     break
                 if step + 1 >= stage.steps * MOST_STEPS:
                     raise RuntimeError(
-                        f"stage {number} ({stage.kind} {stage.lengths}) stuck at accuracy {accuracy:.2f}; try another --seed"
+                        f"lesson {number + 1} ({stage.kind}) stuck at accuracy {accuracy:.2f}; try another --seed"
                     )
 
     def save(self, folder: Path) -> None:
@@ -309,7 +325,9 @@ def config_fields() -> dict:
 
 
 def main(out: Path, seed: int = 0, device: str | None = None, batch_tokens: int = BATCH_TOKENS) -> int:
-    """Train a checkpoint into folder `out` with a progress line, then print its exact match on held-out prompts. Returns the exit status."""
+    """Train a checkpoint into folder `out` with a progress line, then print its exact match on held-out prompts.
+    Returns the exit status.
+    """
     from rich.progress import Progress as Bar
     from rich.progress import TextColumn, TimeElapsedColumn
 
