@@ -25,7 +25,9 @@ from dcp_fix.errors import UserError
 
 # Folders, and single files, of which the probes load modules. The compiled op is unpacked for the GPU probe.
 NEEDED = (
+    "vllm/__init__.py",
     "vllm/_flashmla_C.abi3.so",
+    "vllm/_version.py",
     "vllm/config/",
     "vllm/distributed/device_communicators/",
     "vllm/envs.py",
@@ -99,9 +101,7 @@ def version_in(root: Path) -> str | None:
 
 
 METADATA_VERSION = re.compile(r"^Version: (\S+)", re.MULTILINE)
-SCM_VERSION = re.compile(
-    r"^(?:__version__ = )?version = ['\"]([^'\"]+)['\"]|^__version__ = ['\"]([^'\"]+)", re.MULTILINE
-)
+SCM_VERSION = re.compile(r"^(?:__version__ = )?version = ['\"]([^'\"]+)['\"]", re.MULTILINE)
 
 
 # --- wheels -----------------------------------------------------------------------------------------------------------

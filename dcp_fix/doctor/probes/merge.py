@@ -11,6 +11,7 @@ compiled kernel itself.
 """
 
 import ast
+import contextlib
 import inspect
 import math
 
@@ -54,16 +55,21 @@ class TwoRanks:
         return x
 
 
+class Sent(BaseException):
+    """A rank's message is known; the rest of its merge has to wait for the others'."""
+
+
 class Exchange:
-    """`torch.distributed` as the all-to-all merge uses it: first it collects what each rank sends, then delivers."""
+    """`torch.distributed` as the all-to-all merge uses it: collects what each rank sends, then delivers."""
 
     def __init__(self):
         self.sent, self.rank = {}, 0
 
     def all_to_all_single(self, received, sent, group=None, async_op=False):
-        self.sent[self.rank] = sent.clone()
-        parts = [self.sent[r].chunk(WORLD)[self.rank] if r in self.sent else sent.chunk(WORLD)[r] for r in range(WORLD)]
-        received.copy_(torch.cat(parts))
+        if self.rank not in self.sent:
+            self.sent[self.rank] = sent.clone()
+            raise Sent
+        received.copy_(torch.cat([self.sent[r].chunk(WORLD)[self.rank] for r in range(WORLD)]))
         return self
 
     def wait(self):
@@ -91,12 +97,16 @@ def merge_ag_rs(merge, outs, lses, natural):
 def merge_a2a(merge, outs, lses, natural):
     exchange = Exchange()
     merge.__globals__["dist"] = exchange
-    for _ in range(2):  # the second time round every rank's message is there
-        parts = []
-        for rank in range(WORLD):
-            exchange.rank, group = rank, TwoRanks(rank, lses)
-            arguments = (outs[rank].clone(), lses[rank].clone(), group)
-            parts.append(merge(*arguments, return_lse=True, is_lse_base_on_e=natural))
+
+    def rank_part(rank):
+        exchange.rank = rank
+        arguments = (outs[rank].clone(), lses[rank].clone(), TwoRanks(rank, lses))
+        return merge(*arguments, return_lse=True, is_lse_base_on_e=natural)
+
+    for rank in range(WORLD):
+        with contextlib.suppress(Sent):
+            rank_part(rank)
+    parts = [rank_part(rank) for rank in range(WORLD)]
     return torch.cat([out for out, _ in parts], dim=1), torch.cat([lse for _, lse in parts], dim=1)
 
 

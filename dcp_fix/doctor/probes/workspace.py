@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from dcp_fix.doctor.attempt import NotRun, attempt, one_line
-from dcp_fix.doctor.world import World, module
+from dcp_fix.doctor.world import module
 
 LIBRARY = "vllm/_flashmla_C.abi3.so"
 INTERFACE = "vllm.third_party.flashmla.flash_mla_interface"
@@ -46,9 +46,7 @@ def recorded(version: str | None) -> str:
     if release is None:
         return "needs a GPU; nothing is recorded for this release"
     what = "allocates accumulators although nothing is split" if release["always_allocates"] else "splits nothing"
-    sizes = ", ".join(
-        f"{s['peak_mib']} MiB peak for a {s['result_mib']} MiB result at {s['size']}" for s in release["sizes"]
-    )
+    sizes = "; ".join(map(sentence, release["sizes"]))
     return f"needs a GPU; recorded on {record['hardware']} for {version}: it {what} ({sizes})"
 
 
@@ -62,11 +60,7 @@ def load_op(world_of, root: Path):
     if loaded.raised:
         raise NotRun(f"the compiled op does not load under torch {torch.__version__}: {one_line(loaded.raised)}")
     with world_of(real=(INTERFACE,), stand_ins={"vllm._flashmla_C": module()}) as world:
-        return load_interface(world)
-
-
-def load_interface(world: World):
-    return world.load(INTERFACE)
+        return world.load(INTERFACE)
 
 
 def call(op, rows, heads, topk, indices):
@@ -122,9 +116,7 @@ def split_workspace(op, progress) -> tuple[str, str]:
     measured = attempt(lambda: measure(op))
     if measured.raised:
         raise NotRun(f"the compiled op raises {one_line(measured.raised)}")
-    sizes = "; ".join(
-        f"{m['peak_mib']} MiB peak for a {m['result_mib']} MiB result at {m['size']}" for m in measured.value
-    )
+    sizes = "; ".join(map(sentence, measured.value))
     gpu = torch.cuda.get_device_name()
     if any(m["always"] for m in measured.value):
         return "defect", f"split-KV accumulators are allocated although nothing is split ({gpu}): {sizes}"

@@ -1,0 +1,100 @@
+"""A copy of 0.30.0 with one guard taken out is named for that guard, and for nothing else.
+
+The edits find their place by a few words of the release's source and break one condition each.
+"""
+
+import re
+
+import pytest
+
+from dcp_fix.doctor.runner import probe_target
+from dcp_fix.doctor.target import folder
+
+KERNEL = "vllm/models/deepseek_v32/common/kernels.py"
+ATTENTION = "vllm/models/deepseek_v32/attention.py"
+MERGE = "vllm/v1/attention/ops/dcp.py"
+COMMUNICATOR = "silent-collective"  # 0.30.0 has this one untouched
+
+# what is taken out: (file, pattern, replacement, the probe that must say so)
+GUARDS = {
+    "query job outside the slot guard": (
+        KERNEL,
+        r"(\n    if pid == 2:\n)",
+        r"\n    if pid == 2 and (slot_mapping_ptr is None or tl.load(slot_mapping_ptr + tok_idx) >= 0):\n",
+        "query-rows",
+    ),
+    "dense rows outside the slot guard": (KERNEL, r"pid != 1 or \(kv_out_ptr is None[^)]*\)", "True", "k-rows"),
+    "dense rows of a profiling run": (
+        KERNEL,
+        r"if kv_out_ptr is None and kpe_out_ptr is None and index_k_out_ptr is None:",
+        "if True:",
+        "k-rows",
+    ),
+    "no latent entry at a negative slot": (KERNEL, r"if slot_idx < 0:\n +return", "", "owner-only-writes"),
+    "no indexer entry at a negative slot": (
+        KERNEL,
+        r"elif (tl\.load\(slot_mapping_ptr \+ tok_idx\) < 0 and \(\s*)pid != 1",
+        r"elif \1pid == 1 and pid != 1",
+        "owner-only-writes",
+    ),
+    "no latent entry without a cache": (KERNEL, r"if mla_cache_entry_stride == 0:\n +return", "", "owner-only-writes"),
+    "no indexer entry without a cache": (KERNEL, r"indexer_cache_ptr is not None and ", "", "owner-only-writes"),
+    "shared layers keep the selection": (
+        KERNEL,
+        r"(if pid == 3:\n +)if not HAS_INDEXER:",
+        r"\1if False:",
+        "owner-only-writes",
+    ),
+    "top-k reset": (KERNEL, r"(if pid == 3:\n +)if not HAS_INDEXER:", r"\1if True:", "owner-only-writes"),
+    "query gather under pure DCP": (
+        ATTENTION,
+        r"elif not self\.use_pcp and self",
+        "elif self.use_pcp and self",
+        "combine-routing",
+    ),
+    "combine under pure DCP": (
+        ATTENTION,
+        r"if (self\.impl\.dcp_world_size > 1:\n +assert lse)",
+        r"if self.use_pcp and \1",
+        "combine-routing",
+    ),
+    "query gather under PCP+DCP": (
+        ATTENTION,
+        r"if self\.use_pcp and self\.impl\.dcp_world_size >",
+        "if False and 0 >",
+        "combine-routing",
+    ),
+    "merge drops +inf": (MERGE, r"lse = tl\.where\(\(lse != lse\)[^\n]*\n", "pass\n", "empty-rows"),
+    "merge selects instead of multiplying": (
+        MERGE,
+        r"output = tl\.where\(factor == 0\.0, 0\.0, output\)",
+        "pass",
+        "empty-rows",
+    ),
+    "all-to-all merge selects": (MERGE, r"partial = tl\.where\(weight == 0\.0, 0\.0, partial\)", "pass", "empty-rows"),
+}
+
+
+def defects(root):
+    return {found.id for found in probe_target(folder(root)) if found.verdict == "defect"}
+
+
+def edit(root, path, pattern, replacement):
+    """Replace the first match of `pattern`; the file is a hard link, so it is written anew."""
+    source = (root / path).read_text()
+    edited, count = re.subn(pattern, replacement, source, count=1)
+    assert count == 1, f"{pattern!r} no longer matches {path}"
+    (root / path).unlink()
+    (root / path).write_text(edited)
+
+
+def test_the_untouched_copy_has_none_of_them(copy_of):
+    assert defects(copy_of("0.30.0")) == {COMMUNICATOR}
+
+
+@pytest.mark.parametrize("guard", GUARDS)
+def test_one_guard_taken_out_is_named(guard, copy_of):
+    path, pattern, replacement, probe = GUARDS[guard]
+    root = copy_of("0.30.0")
+    edit(root, path, pattern, replacement)
+    assert defects(root) == {COMMUNICATOR, probe}
