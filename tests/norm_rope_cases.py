@@ -291,11 +291,11 @@ def owned(slots, block_size):
 
 
 def poisoned(like, gap, device):
-    """Memory for a cache such as `like` with `gap` bytes between blocks, every byte poisoned."""
+    """Memory for a cache such as `like`, every byte poisoned: a block too many in front, `gap` bytes between blocks."""
     size = like.element_size() * like.shape[1] * like.shape[2]
-    return torch.full((like.shape[0], size + gap), POISON, dtype=torch.uint8, device=device)
+    return torch.full((1 + like.shape[0], size + gap), POISON, dtype=torch.uint8, device=device)
 
 
 def cache_in(memory, like):
     size = like.element_size() * like.shape[1] * like.shape[2]
-    return memory[:, :size].view(like.dtype).unflatten(1, like.shape[1:])
+    return memory[1:, :size].view(like.dtype).unflatten(1, like.shape[1:])
