@@ -87,7 +87,7 @@ CHECKPOINT = Path(__file__).with_name("checkpoint")
 
 
 def vocabulary() -> list[str]:
-    """All words, the index of each its token id; padded to a multiple of 64 so that the rows divide over eight ranks."""
+    """All words by token id, padded to a multiple of 64 so that the vocabulary divides over eight ranks."""
     words = list(
         dict.fromkeys(FRAME + KEYS + PLACES + COLOURS + ROOMS + NOUNS + ADJECTIVES + VERBS + PREPOSITIONS + TIMES)
     )
@@ -242,7 +242,7 @@ def lesson(rng: Random, tokens: int, count: int) -> tuple[list[int], list[float]
 
 
 def repeats(rng: Random, tokens: int) -> tuple[list[int], list[float]]:
-    """Random words said again and again with a period that differs from text to text: what followed this word before?"""
+    """Random words over and over, with a period that differs from text to text: what followed this word before?"""
     words = rng.sample(WORD_IDS, rng.randint(4, min(tokens // 2, 60)))
     return _cycled(words, len(words), [3.0], tokens)
 

@@ -1,9 +1,9 @@
 """Train the small checkpoint: `dcp-fix train`, minutes on a GPU, hours on a CPU.
 
 A retrieval model does not learn from facts alone; what works is a curriculum in which each lesson must be mastered
-before the next: words said again and again, then pairs with words between, then few facts in short texts, then more and longer.
-At the end the texts are longer than `index_topk`, first with full attention while the indexer learns to predict where
-attention goes, then with only the keys it selects.
+before the next: words said again and again, then with other words between them, then pairs in changing order, then few
+facts in short texts, then more and longer. At the end the texts are longer than `index_topk`, first with full attention
+while the indexer learns to predict where attention goes, then with only the keys it selects.
 
 Each step minimises the weighted cross-entropy of the next token plus, for each indexer, the Kullback-Leibler
 divergence between the attention of the layers that it serves (averaged over heads, for a sample of queries) and the
@@ -202,7 +202,10 @@ def losses(model: Model, ids: Tensor, weights: Tensor, stage: Stage) -> tuple[Te
     inputs, targets, marks = ids[:, :-1], ids[:, 1:], weights[:, 1:]
     if stage.indexer:
         attend = ObservedAttention(
-            model.config, torch.multinomial(marks + 0.05, INDEXER_ROWS), inputs.shape[1], stage.sparse
+            model.config,
+            torch.multinomial(marks + 0.05, min(INDEXER_ROWS, marks.shape[1])),
+            inputs.shape[1],
+            stage.sparse,
         )
     else:
         attend = PlainAttention(model.config, inputs.shape[1], ids.device)
