@@ -22,7 +22,7 @@ from dcp_fix.workspace import MIB, Plan, WorkspaceError, wanted_splits
 
 
 def skip_all_rows(implementation: Callable) -> Callable:
-    """Defect 1 on top of `implementation`: a negative slot ends the token after the top-k reset (vLLM 0.28)."""
+    """Defect 1: a negative slot ends the token after its top-k reset (vLLM 0.28, issue 50095)."""
 
     def run(call: dict) -> None:
         if call["slot_mapping"] is not None:  # a profiling run ended every token there
@@ -32,7 +32,7 @@ def skip_all_rows(implementation: Callable) -> Callable:
 
 
 def skip_dense_rows(implementation: Callable) -> Callable:
-    """Defect 3 on top of `implementation`: a negative slot ends the token after the query norm (vLLM 0.29)."""
+    """Defect 3: a negative slot ends the token after its top-k reset and query norm (vLLM 0.29, issue 54907)."""
 
     def run(call: dict) -> None:
         if call["slot_mapping"] is None:

@@ -293,7 +293,7 @@ def fused_norm_rope_triton(
         k_pe_stride=k_pe.stride(0), cos_sin=cos_sin, cos_sin_stride=cos_sin.stride(0), table_rows=len(cos_sin),
         Q_DIM=q.shape[1], Q_BLOCK=triton.next_power_of_2(q.shape[1]),
         kv_out=kv_out, kv_out_stride=_stride(kv_out), kpe_out=kpe_out, kpe_out_stride=_stride(kpe_out),
-        **optional, num_warps=4, enable_fp_fusion=False,
+        **optional, num_warps=2, enable_fp_fusion=False,  # of 1, 2, 4 and 8 warps, 2 are fastest on an H200
     )  # fmt: skip
     return q_out
 

@@ -192,7 +192,7 @@ FAR = {
 def far_run(function, which, device, slots):
     """Writes three tokens to `slots` of a cache whose memory is not touched elsewhere; returns the rows read back.
 
-    As much memory again lies below the cache, so that an offset that wraps hits it and not another process's luck.
+    As much memory again lies below the cache, so that an offset that wraps around lands in it.
     """
     slots = torch.tensor(slots)
     case = replace(CASES["fp32-into-fp8_ds_mla-owned"], name="far", tokens=3, cache_format=None, dense=())
