@@ -45,7 +45,7 @@ LONG_RUNGS = {
     "8192": ("+K rows", "+workspace")
 }  # classes that only climb the last rungs: a long prompt is slow on a CPU
 NEW_TOKENS = 24
-OTHER_SEED = 1  # the request whose rows lie in the scratch memory comes from another seed than the prompts
+OTHER_SEED, OTHER_TOKENS = 1, 256  # the request whose rows lie in the scratch memory: of another seed than the prompts
 
 
 @dataclass(frozen=True)
@@ -134,7 +134,7 @@ def make_engine(setup: Setup, rung: str, longest: int, group) -> Engine:
         max_length=longest + NEW_TOKENS, device=setup.device,
     )  # fmt: skip
     if setup.stale == "previous":
-        engine.leave_rows(corpus.prompts("512", 1, OTHER_SEED)[0].ids)
+        engine.leave_rows(corpus.prompts("512", 1, OTHER_SEED)[0].ids[:OTHER_TOKENS])
     return engine
 
 

@@ -47,7 +47,7 @@ def show(rows, prompts: int, setup, ok: bool) -> None:
         if row.rung == "DCP1":
             console.print(f"DCP1, {row.prompt_class} tokens: {row.answers[0].text}", markup=False)
     console.print()
-    console.print(table([row for row in rows], prompts))
+    console.print(table(rows, prompts))
     console.print(verdict(rows, prompts, setup, ok), style="green" if ok else "red")
 
 
@@ -89,7 +89,8 @@ def verdict(rows, prompts: int, setup, ok: bool) -> str:
     first, last = of("unpatched"), of("+workspace")
     counts = [f"{sum(row.equal for row in part)} of {prompts * len(part)}" for part in (first, last)]
     outcome = "Broken as reported, repaired byte for byte" if ok else "NOT the expected picture"
-    return f"{outcome}: DCP{setup.dcp} equals DCP1 in {counts[0]} answers unpatched, and in {counts[1]} with all four fixes."
+    of_answers = f"in {counts[0]} answers unpatched, and in {counts[1]} with all four fixes"
+    return f"{outcome}: DCP{setup.dcp} equals DCP1 {of_answers}."
 
 
 def as_json(rows, prompts: int, setup, ok: bool) -> dict:

@@ -33,7 +33,7 @@ from dcp_fix.ownership import chunk_local_lengths, global_position, local_index,
 from dcp_fix.scratch import Scratch
 
 H200_SMS = 132  # what a CPU plans its workspace for
-SELECT_ROWS = 256  # query rows scored at once: bounds the scores of one rank to 256 x keys floats
+SELECT_ROWS = {"cpu": 256, "cuda": 8192}  # query rows that the indexer takes at once: few jobs to share or few launches
 ROUTE_ROWS = 1024  # query rows exchanged at once: bounds what four ranks in one process gather
 CONTEXT_ROWS = 4096  # local rows of cached context that a dense prefill gathers at once
 DIRECT_ROWS = 8  # decode rows that the combine keeps buffers for
@@ -83,7 +83,8 @@ class ShardedAttention:
         self.scratch, self.workspace_budget, self.share = scratch, workspace_budget, share
         device = scratch.device
         self.manager = CombineManager(dcp, combine, DIRECT_ROWS)
-        self.cache_format, self.scale = cache_format, FP8_SCALE if cache_format == "fp8" else None
+        self.cache_format = cache_format
+        self.kv_scale = torch.full((1,), FP8_SCALE, device=device) if cache_format == "fp8" else None
         self.cos_sin = rope_table(config, device)
         self.latent = [new_latent_cache(num_blocks, cache_format, device=device) for _ in config.indexer_types]
         self.index = [
@@ -141,7 +142,7 @@ class ShardedAttention:
         self.ops.norm_rope(
             batch.positions, q, w["self_attn.q_a_layernorm.weight"], kv, w["self_attn.kv_a_layernorm.weight"], k_pe,
             self.cos_sin, eps=self.config.rms_norm_eps, slot_mapping=batch.slots, kv_cache=self.latent[layer.index],
-            cache_format=self.cache_format, kv_scale=self.scale, q_out=q_out, kv_out=kv_out, kpe_out=kpe_out,
+            cache_format=self.cache_format, kv_scale=self.kv_scale, q_out=q_out, kv_out=kv_out, kpe_out=kpe_out,
             indexer=self.indexer_inputs(layer, x), topk_indices=self.topk_indices,
         )  # fmt: skip
         return q_out, kv_out, kpe_out
@@ -167,8 +168,9 @@ class ShardedAttention:
             q, weights = layer.index_queries(q_latent[rows], x[rows], self.cos_sin[positions])
             return indexer.select(q, weights, keys, here, positions, self.config.index_topk, self.dcp)
 
-        starts = range(0, len(x), SELECT_ROWS)
-        return torch.cat(self.share([partial(job, slice(first, first + SELECT_ROWS)) for first in starts]))
+        step = SELECT_ROWS[x.device.type]
+        pieces = [slice(first, first + step) for first in range(0, len(x), step)]
+        return torch.cat(self.share([partial(job, rows) for rows in pieces]))
 
     def local_length(self, length: int) -> int:
         """How many of the first `length` positions this rank holds."""
@@ -191,7 +193,7 @@ class ShardedAttention:
         """Maps queries [rows, H, 576] to (out, lse) over the cache rows at `slots` [rows, K]."""
         cache = self.latent[layer.index]
         scale, plan = self.config.scale, self.batch.plan
-        return lambda q: attention.sparse_partial(q, cache, slots, scale, self.cache_format, self.scale, plan)
+        return lambda q: attention.sparse_partial(q, cache, slots, scale, self.cache_format, self.kv_scale, plan)
 
     def dense(self, layer: Layer, q_latent: Tensor, latent: Tensor, key: Tensor) -> Tensor:
         """Own heads over the cached context and every new row. -> [T, h, v]."""
@@ -207,7 +209,7 @@ class ShardedAttention:
         for chunk, lengths in enumerate(chunk_local_lengths(self.batch.start, size, interleave, CONTEXT_ROWS)):
             mine = lengths[self.dcp.rank]
             rows = read_latent(
-                self.latent[layer.index], self.local_slots(chunk * CONTEXT_ROWS, mine), self.cache_format, self.scale
+                self.latent[layer.index], self.local_slots(chunk * CONTEXT_ROWS, mine), self.cache_format, self.kv_scale
             )
             padded = torch.nn.functional.pad(rows, (0, 0, 0, max(lengths) - mine))  # equal shapes for the gather
             gathered = self.dcp.all_gather(padded[None])  # [D, rows, 576]

@@ -1,6 +1,6 @@
 """engine.py, sharded.py, shard.py, blocks.py and scratch.py on a random checkpoint, ranks as threads.
 
-`same` means the tokens; logits of different DCP sizes differ in the last bits, and where they do an fp8 rounding may flip.
+"Same" means the tokens: logits of different DCP sizes differ in the last bits, and then an fp8 rounding may flip.
 """
 
 import doctest
