@@ -4,7 +4,8 @@
 
 REQUEST is JSON: {"root", "version", "probes": [ids], "fixes": [ids the plugin is to repair], "environment": {VLLM_*}}.
 Each line written to file descriptor FD is JSON: {"begin": id, "case": text, "control": bool} before anything that could
-hang or crash, and {"id", "verdict", "evidence"} for each probe that ended. The target's own output goes nowhere.
+hang or crash, {"id", "verdict", "evidence"} for each probe that ended, {"end": true} last. The target's own output goes
+nowhere.
 """
 
 import functools
@@ -29,6 +30,7 @@ def main(channel: int, request: dict):
         session = Session(request, device, lambda message: lines.write(json.dumps(message) + "\n"))
         for probe in request["probes"]:
             session.run(probe)
+        session.say({"end": True})
 
 
 class Session:

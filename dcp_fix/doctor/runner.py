@@ -20,6 +20,7 @@ from dcp_fix.doctor.target import Target
 
 TIME_LIMIT = 60.0  # seconds for one target; it takes 3 to 5
 MESSAGE_LIMIT = 1 << 20  # bytes that a child may report; it reports about 10 kB
+END = b'{"end": true}\n'
 
 
 @dataclass(frozen=True)
@@ -113,7 +114,7 @@ def child_environment() -> dict:
 
 
 def read_until(pipe, deadline: float) -> tuple[bytes, bool]:
-    """(what arrived, whether the pipe was closed in time and within the limit)"""
+    """(what arrived, whether it ended in time and within the limit); a grandchild may hold the pipe open after the end"""
     parts, size = [], 0
     with selectors.DefaultSelector() as selector:
         selector.register(pipe, selectors.EVENT_READ)
@@ -125,6 +126,8 @@ def read_until(pipe, deadline: float) -> tuple[bytes, bool]:
                 return b"".join(parts), True
             parts.append(part)
             size += len(part)
+            if part.endswith(END):
+                return b"".join(parts), True
     return b"".join(parts), False
 
 
