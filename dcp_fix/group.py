@@ -14,20 +14,13 @@ A communicator that silently does nothing hands back uninitialised memory (vLLM 
 It does not: overlap communication with computation, differentiate, or move anything between processes (see TorchGroup).
 """
 
-import threading
-import time
 from collections.abc import Callable
-from contextlib import ExitStack
 
 import torch
 
-TIMEOUT_S = 300.0  # how long a rank waits for the others in one collective
-GRACE_S = 5.0  # how long `LocalGroup.run` waits, after a failure, for ranks that still compute
+from dcp_fix.rendezvous import TIMEOUT_S, GroupError, World
+
 ORDER_PROBE = 2.0**24  # the first integer to which fp32 cannot add 1: tells rank order from any other order
-
-
-class GroupError(RuntimeError):
-    """A collective could not be carried out; the message names the rank and the reason."""
 
 
 def ordered_sum(parts: list[torch.Tensor]) -> torch.Tensor:
@@ -81,7 +74,8 @@ class Group:
         """[job() for job in jobs], for jobs whose results are the same on every rank.
 
         Threads that share a processor would only queue for it, so a LocalGroup computes each job once, dealt out over
-        its ranks, and hands every rank the same objects: treat them as read-only. Other groups run all jobs on each rank.
+        its ranks, and hands every rank the same objects: treat them as read-only. Other groups run all jobs on each
+        rank.
         """
         return [job() for job in jobs]
 
@@ -126,9 +120,10 @@ class SingleGroup(Group):
 class LocalGroup(Group):
     """One rank of a group whose ranks are threads of this process. Made by `LocalGroup.run` and `subgroup` only."""
 
-    def __init__(self, world: "_World", members: range, rank: int):
-        self.world, self.members, self.rank, self.size = world, members, rank, len(members)
-        self.meeting = world.meeting(members)
+    def __init__(self, world: World, members: range, rank: int, device):
+        self.world, self.members, self.device = world, members, device
+        self.rank, self.size, self.meeting = rank, len(members), world.meeting(members)
+        self.self_test(device)
 
     @staticmethod
     def run(size: int, fn, *args, timeout: float = TIMEOUT_S, device="cpu") -> list:
@@ -140,7 +135,8 @@ class LocalGroup(Group):
         """
         if size < 1:
             raise GroupError(f"a group needs at least one rank, got size {size}")
-        return _World(size, timeout, device).run(fn, args)
+        world = World(size, timeout)
+        return world.run(lambda rank: fn(LocalGroup(world, range(size), rank, device), *args))
 
     def _exchange(self, op, x, read):
         signature = f"{op} of {str(x.dtype).removeprefix('torch.')} {list(x.shape)} on {x.device.type}"
@@ -154,140 +150,13 @@ class LocalGroup(Group):
     def subgroup(self, size):
         _group_size(size, self.size)
         first = self.rank // size * size
-        group = LocalGroup(self.world, self.members[first : first + size], self.rank - first)
-        group.self_test(self.world.device)
-        return group
-
-
-class _World:
-    """The threads of one `LocalGroup.run`, and the first failure among them."""
-
-    def __init__(self, size: int, timeout: float, device):
-        self.size, self.timeout, self.device = size, timeout, device
-        self.changed = threading.Condition()
-        self.meetings: dict[range, _Meeting] = {}
-        self.results = [None] * size
-        self.done: set[int] = set()
-        self.failure: tuple[str, BaseException | None] | None = None
-
-    def meeting(self, members: range) -> "_Meeting":
-        with self.changed:
-            return self.meetings.setdefault(members, _Meeting(self, members))
-
-    def run(self, fn, args):
-        intra_op, modes = torch.get_num_threads(), _thread_local_modes()
-        threads = [
-            threading.Thread(target=self._rank_main, args=(rank, fn, args, modes), daemon=True, name=f"rank{rank}")
-            for rank in range(self.size)
-        ]
-        try:
-            for thread in threads:
-                thread.start()
-            self._wait()
-        except BaseException as interrupt:  # Ctrl-C in the caller: let no rank wait for ever
-            self.fail("the caller was interrupted", interrupt)
-            raise
-        finally:
-            torch.set_num_threads(intra_op)
-        if self.failure:
-            reason, cause = self.failure
-            raise GroupError(reason) from cause
-        return self.results
-
-    def _wait(self):
-        with self.changed:
-            self.changed.wait_for(lambda: self.failure or len(self.done) == self.size)
-            self.changed.wait_for(lambda: len(self.done) == self.size, GRACE_S)  # after a failure: daemons, left behind
-
-    def _rank_main(self, rank, fn, args, modes):
-        try:
-            torch.set_num_threads(1)  # the ranks are the parallelism
-            with modes():
-                group = LocalGroup(self, range(self.size), rank)
-                group.self_test(self.device)
-                self.results[rank] = fn(group, *args)
-        except _Released:
-            pass  # another rank failed, and that one is reported
-        except BaseException as error:  # noqa: BLE001 - re-raised in the caller by `run`
-            self.fail(f"rank {rank} of {self.size} failed: {type(error).__name__}: {error}", error)
-        finally:
-            with self.changed:
-                self.done.add(rank)
-                self.changed.notify_all()
-
-    def fail(self, reason, cause=None):
-        """Record the first failure and release everyone who waits."""
-        with self.changed:
-            self.failure = self.failure or (reason, cause)
-            self.changed.notify_all()
-
-
-class _Released(BaseException):
-    """Unwinds a rank that waits for a rank that failed."""
-
-
-class _Meeting:
-    """Where the members of one group hand each other tensors: two phases, so that nobody leaves while another reads."""
-
-    def __init__(self, world: _World, members: range):
-        self.world, self.members = world, members
-        self.slots: list = [None] * len(members)
-        self.arrived, self.phase = set(), 0
-
-    def exchange(self, rank, signature, value, read):
-        self.slots[rank] = (signature, value)
-        self._meet(rank, signature)
-        slots = list(self.slots)
-        if any(other != signature for other, _ in slots):
-            self._disagree(slots)
-        result = read([value for _, value in slots])
-        self._meet(rank, signature)
-        self.slots[rank] = None  # everyone has read it
-        return result
-
-    def _meet(self, rank, signature):
-        world = self.world
-        with world.changed:
-            phase = self.phase
-            self.arrived.add(self.members[rank])
-            if len(self.arrived) == len(self.members):
-                self.arrived, self.phase = set(), phase + 1
-                world.changed.notify_all()
-            deadline = time.monotonic() + world.timeout
-            while self.phase == phase and not world.failure:
-                absent = set(self.members) - self.arrived
-                if absent & world.done:
-                    world.fail(f"rank {min(absent & world.done)} returned while others wait for it in {signature}")
-                elif not world.changed.wait(deadline - time.monotonic()) and time.monotonic() >= deadline:
-                    world.fail(f"rank {min(absent)} did not reach {signature} within {world.timeout:g} s")
-            if world.failure:
-                raise _Released
-
-    def _disagree(self, slots):
-        calls = "; ".join(f"rank {rank}: {signature}" for rank, (signature, _) in zip(self.members, slots, strict=True))
-        self.world.fail(f"the ranks called different collectives or passed different shapes: {calls}")
-        raise _Released
+        return LocalGroup(self.world, self.members[first : first + size], self.rank - first, self.device)
 
 
 def _probe(rank: int, size: int) -> torch.Tensor:
     """[size, 2]: numbers that name rank and row, and a column whose fp32 sum is 0 in rank order and in no other."""
     order = ORDER_PROBE if rank == 0 else -ORDER_PROBE if rank == size - 1 else 1.0
     return torch.stack([1.0 + torch.arange(size) + 100 * rank, torch.full((size,), order)], dim=1)
-
-
-def _thread_local_modes():
-    """What torch keeps per thread and a rank must take over from the caller: grad mode, inference mode, CUDA stream."""
-    inference, grad = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
-    stream = torch.cuda.current_stream() if torch.cuda.is_available() else None
-
-    def modes():
-        stack = ExitStack()
-        stack.enter_context(torch.inference_mode(inference))
-        stack.enter_context(torch.set_grad_enabled(grad))
-        stack.enter_context(torch.cuda.stream(stream))
-        return stack
-
-    return modes
 
 
 def slice_of(dim: int, index: int, length: int):

@@ -190,8 +190,19 @@ def test_a_rank_that_returns_early_is_named():
         LocalGroup.run(4, lambda group: group.rank == 3 or ones(group))
 
 
+def test_ranks_that_wait_in_different_groups_do_not_hang():
+    def run(group):
+        sub = group.subgroup(2)
+        return ones(group if group.rank == 3 else sub)
+
+    with pytest.raises(GroupError, match="(rank [01] returned|every rank waits for another one: rank 2: .*; rank 3: )"):
+        LocalGroup.run(4, run)
+    with pytest.raises(GroupError, match="every rank waits for another one: rank 0: .*; rank 1: all_reduce of float32"):
+        LocalGroup.run(4, lambda group: [ones(group if group.rank % 2 else group.subgroup(2)) for _ in range(2)])
+
+
 def test_a_rank_that_stays_away_is_named(monkeypatch):
-    monkeypatch.setattr("dcp_fix.group.GRACE_S", 0.2)
+    monkeypatch.setattr("dcp_fix.rendezvous.GRACE_S", 0.2)
     release = threading.Event()
     with pytest.raises(GroupError, match=r"rank 1 did not reach all_reduce of float32 \[2\] on cpu within 0.3 s"):
         LocalGroup.run(2, lambda group: release.wait(20) if group.rank else ones(group), timeout=0.3)
