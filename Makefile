@@ -33,10 +33,10 @@ lab: $(VENV)/.all
 	$(PY) -m jupyterlab notebooks/00_start_here.ipynb
 
 notebooks: $(VENV)/.all
-	PYTHONWARNINGS=ignore $(PY) -m jupyter nbconvert --to notebook --execute --inplace $(NOTEBOOKS)
+	PYTHONWARNINGS=ignore $(PY) notebooks/regenerate.py
 
 slides: $(VENV)/.all
-	$(PY) -m jupyter nbconvert --to slides --output-dir slides $(NOTEBOOKS)
+	$(PY) notebooks/slides.py slides
 
 clean:
 	rm -rf $(VENV) build dist slides *.egg-info .pytest_cache .ruff_cache .hypothesis
