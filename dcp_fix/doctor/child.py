@@ -119,10 +119,10 @@ def combine_routing(session, progress):
 
 
 def split_workspace(session, progress):
-    from dcp_fix.doctor.probes import workspace
+    from dcp_fix.doctor.probes import recorded, workspace
 
     if session.device == "cpu":
-        return "not-run", workspace.recorded(session.version)
+        return "not-run", recorded.workspace_sentence(session.version)
     return workspace.split_workspace(session.op, progress)
 
 

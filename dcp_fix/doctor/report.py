@@ -7,7 +7,6 @@ the JSON and nothing else; errors and progress go to standard error.
 
 import json as jsonlib
 import sys
-import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -80,9 +79,9 @@ def print_table(console: Console, report: Report):
 
 def write_json(path: Path, text: str):
     """The whole file or none of it."""
-    with tempfile.NamedTemporaryFile("w", dir=path.absolute().parent, delete=False, encoding="utf-8") as file:
-        file.write(text)
-    Path(file.name).replace(path)
+    part = path.with_name(path.name + ".part")
+    part.write_text(text, encoding="utf-8")
+    part.replace(path)
 
 
 def main(targets, *, releases=(), with_plugin=False, serve_args=None, json: str | None = None) -> int:

@@ -114,7 +114,7 @@ def child_environment() -> dict:
 
 
 def read_until(pipe, deadline: float) -> tuple[bytes, bool]:
-    """(what arrived, whether it ended in time and within the limit); a grandchild may hold the pipe open after the end"""
+    """(what arrived, whether it ended in time and within the limit). A grandchild may hold the pipe open after END."""
     parts, size = [], 0
     with selectors.DefaultSelector() as selector:
         selector.register(pipe, selectors.EVENT_READ)

@@ -1,4 +1,4 @@
-"""Published wheels, fetched once into the doctor's cache; tests that need one are skipped with pip's reason without it."""
+"""Published wheels, fetched once into the doctor's cache. Without one a test is skipped with pip's reason."""
 
 import os
 import shutil

@@ -10,13 +10,13 @@ The verdict asks whether the peak lies nearer to the first or to their sum. Size
 nothing is split. Without a GPU the recorded result of the release is quoted, and the verdict stays `not-run`.
 """
 
-import json
 import math
 from pathlib import Path
 
 import torch
 
 from dcp_fix.doctor.attempt import NotRun, attempt, one_line
+from dcp_fix.doctor.probes.recorded import sentence
 from dcp_fix.doctor.world import module
 
 LIBRARY = "vllm/_flashmla_C.abi3.so"
@@ -24,7 +24,6 @@ INTERFACE = "vllm.third_party.flashmla.flash_mla_interface"
 SIZES = ((132, 64, 64), (2048, 64, 2048), (8192, 64, 2048))  # query rows, heads, selected keys
 BLOCKS, BLOCK, ENTRY_BYTES, QUERY, LATENT = 64, 64, 656, 576, 512
 MIB = 1 << 20
-RECORDED = Path(__file__).parent.parent / "recorded_workspace.json"
 
 
 def result_bytes(rows, heads):
@@ -33,21 +32,6 @@ def result_bytes(rows, heads):
 
 def always_bytes(rows, heads):
     return 2 * rows * heads * (LATENT * 4 + 4)
-
-
-def sentence(size: dict) -> str:
-    return f"{size['peak_mib']} MiB peak for a {size['result_mib']} MiB result at {size['size']}"
-
-
-def recorded(version: str | None) -> str:
-    """The sentence for a machine without a GPU."""
-    record = json.loads(RECORDED.read_text(encoding="utf-8"))
-    release = record["releases"].get(version)
-    if release is None:
-        return "needs a GPU; nothing is recorded for this release"
-    what = "allocates accumulators although nothing is split" if release["always_allocates"] else "splits nothing"
-    sizes = "; ".join(map(sentence, release["sizes"]))
-    return f"needs a GPU; recorded on {record['hardware']} for {version}: it {what} ({sizes})"
 
 
 def load_op(world_of, root: Path):

@@ -1,0 +1,117 @@
+"""The release matrix: what the doctor says of every published vLLM release since 0.26.0, recorded as data.
+
+    python -m dcp_fix.doctor.matrix        records release_matrix.json anew (300 MB a release, cached; without a GPU)
+    markdown()                             the recorded matrix as a table
+    recorded_defects(root)                 defects of a vLLM whose files are those of a recorded release, else None
+
+Verdicts on the kernel, the attention layer and the communicator depend on these files alone, so a vLLM is looked up by
+the digests of its files, not by its version: a patched 0.30.0 is not 0.30.0.
+"""
+
+import hashlib
+import json
+import platform
+import re
+import subprocess
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+from dcp_fix.doctor.probes import PROBES
+from dcp_fix.doctor.report import examine, write_json
+from dcp_fix.doctor.target import TargetError, fetch_release, opened
+
+MATRIX = Path(__file__).parent / "release_matrix.json"
+FIRST = (0, 26, 0)
+# The files that decide the probes which the plugin acts upon; a release has some of them.
+DECISIVE = (
+    "vllm/models/deepseek_v32/common/kernels.py",
+    "vllm/models/deepseek_v32/nvidia/kernels.py",
+    "vllm/models/deepseek_v32/attention.py",
+    "vllm/models/deepseek_v32/nvidia/attention.py",
+    "vllm/distributed/device_communicators/cuda_communicator.py",
+    "vllm/distributed/device_communicators/pynccl.py",
+)
+SYMBOLS = {"ok": "ok", "defect": "**defect**", "not-applicable": "n/a", "not-run": "not run"}
+
+
+def published_releases() -> list[str]:
+    """Final releases from FIRST on, oldest first, as pip finds them."""
+    command = [sys.executable, "-m", "pip", "index", "versions", "vllm", "--only-binary=:all:"]
+    run = subprocess.run(command, capture_output=True, text=True)
+    listed = re.search(r"Available versions: (.*)", run.stdout)
+    if not listed:
+        raise TargetError(f"pip lists no releases of vllm: {(run.stderr.strip().splitlines() or ['no reason'])[-1]}")
+    versions = [v for v in listed[1].split(", ") if re.fullmatch(r"\d+\.\d+\.\d+", v)]
+    return sorted((v for v in versions if numbers(v) >= FIRST), key=numbers)
+
+
+def numbers(version: str) -> tuple[int, ...]:
+    return tuple(map(int, version.split(".")))
+
+
+def digests(root: Path) -> dict[str, str]:
+    """SHA256 of the decisive files that `root` has."""
+    return {
+        name: hashlib.sha256((root / name).read_bytes()).hexdigest() for name in DECISIVE if (root / name).is_file()
+    }
+
+
+def entry(version: str) -> dict:
+    """One release as the matrix holds it."""
+    report = examine(None, release=version)
+    if report.error:
+        raise TargetError(report.error)
+    with opened(str(fetch_release(version))) as target:
+        files = digests(target.root)
+    probes = [asdict(probe) for probe in report.probes]
+    return {"target": report.target, "version": report.version, "probes": probes, "files": files}
+
+
+def record(path: Path = MATRIX):
+    """Probe every release and write the matrix; progress goes to standard error."""
+    import torch
+    import triton
+
+    if torch.cuda.is_available():
+        raise TargetError("the matrix is recorded without a GPU: set CUDA_VISIBLE_DEVICES to nothing")
+    releases = []
+    for version in published_releases():
+        print(f"probing {version}", file=sys.stderr)
+        releases.append(entry(version))
+    versions = dict(python=platform.python_version(), torch=torch.__version__, triton=triton.__version__)
+    matrix = {"command": "python -m dcp_fix.doctor.matrix", "versions": versions, "releases": releases}
+    write_json(path, json.dumps(matrix, indent=1) + "\n")
+
+
+# --- reading it -------------------------------------------------------------------------------------------------------
+
+
+def load() -> dict:
+    return json.loads(MATRIX.read_text(encoding="utf-8"))
+
+
+def recorded_defects(root: Path) -> set[str] | None:
+    """Probe ids with verdict `defect` of the recorded release with the same decisive files, None if there is none."""
+    ours = digests(root)
+    for release in load()["releases"]:
+        if release["files"] == ours:
+            return {probe["id"] for probe in release["probes"] if probe["verdict"] == "defect"}
+    return None
+
+
+def markdown() -> str:
+    """A row per release, a column per probe; the workspace is what was recorded on a GPU."""
+    from dcp_fix.doctor.probes.recorded import workspace_verdict
+
+    ids = [probe.id for probe in PROBES if probe.needs != "serve-args"]
+    lines = [f"| vLLM | {' | '.join(ids)} |", "|" + " --- |" * (len(ids) + 1)]
+    for release in load()["releases"]:
+        verdicts = {probe["id"]: probe["verdict"] for probe in release["probes"]}
+        verdicts["split-workspace"] = workspace_verdict(release["version"])
+        lines.append(f"| {release['version']} | {' | '.join(SYMBOLS[verdicts[name]] for name in ids)} |")
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    record()
