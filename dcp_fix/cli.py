@@ -106,6 +106,27 @@ def doctor(
 
 
 @app.command()
+def compare(
+    a: Annotated[str, typer.Option("--a", help="An OpenAI-compatible endpoint, such as http://localhost:8001.")],
+    b: Annotated[str, typer.Option("--b", help="Another one, serving the same model.")],
+    json: Annotated[
+        Path | None,
+        typer.Option(
+            dir_okay=False, allow_dash=True, callback=in_a_folder, help="Write JSON to this file; - is standard output."
+        ),
+    ] = None,
+    timeout: Annotated[float, typer.Option(min=0.001, help="Seconds to wait for one answer.")] = 120.0,
+) -> None:
+    """Ask two serving endpoints the same three prompts, greedily, and compare the answers byte for byte.
+
+    Exit status: 0 equal, 1 different, 2 they cannot be compared.
+    """
+    from dcp_fix import compare as comparison
+
+    raise typer.Exit(comparison.main(a, b, json=json, timeout=timeout))
+
+
+@app.command()
 def train(
     out: Annotated[Path, typer.Argument(file_okay=False, help="Folder for config, weights and tokenizer.")],
     seed: Annotated[int, typer.Option(help="Seed of the weights and of the texts.")] = 0,
