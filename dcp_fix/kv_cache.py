@@ -7,7 +7,7 @@ Latent cache, one entry per token. Three formats:
                 [512, 528)    4 x fp32       one scale per tile of 128 values: amax / 448, at least FLT_MIN
                 [528, 656)   64 x bf16       the rotated key, not quantised
     fp8         576 x fp8 e4m3               latent then rotated key, both divided by one scale for the whole tensor
-    bf16        576 x bf16                   latent then rotated key
+    bf16        576 x bf16                   latent then rotated key; of a model in fp16 or fp32, that type
 
 Indexer cache, one block of `block_size` tokens (132 bytes per token, but *not* entry by entry):
 
@@ -44,6 +44,7 @@ INDEX_AMAX_MIN = 1e-4  # floor of amax before it becomes an index scale
 
 CACHE_FORMATS = ("fp8_ds_mla", "fp8", "bf16")
 _DTYPE = {"fp8_ds_mla": torch.uint8, "fp8": torch.float8_e4m3fn, "bf16": torch.bfloat16}
+_PLAIN = (torch.bfloat16, torch.float16, torch.float32)  # of a "bf16" cache, which is as wide as the model's type
 _WIDTH = {"fp8_ds_mla": ENTRY_BYTES, "fp8": LATENT + ROPE, "bf16": LATENT + ROPE}
 
 
@@ -104,7 +105,7 @@ def write_latent(
         rows = pack_entry(latent, rope)
     else:
         rows = torch.cat((latent.float(), rope.float()), dim=-1)  # [T, 576]
-        rows = to_fp8(rows / scale) if cache_format == "fp8" else rows.bfloat16()
+        rows = to_fp8(rows / scale) if cache_format == "fp8" else rows.to(cache.dtype)
     cache[_place(slots, cache.shape[1])] = rows
 
 
@@ -187,7 +188,8 @@ def check_latent_cache(cache: Tensor, cache_format: str, scale: Tensor | float |
     """Raise ValueError unless `cache` has the dtype and width of its format, and a scale where the format needs one."""
     check_format(cache_format)
     dtype, width = _DTYPE[cache_format], _WIDTH[cache_format]
-    if cache.ndim != 3 or cache.dtype != dtype or cache.shape[2] != width:
+    known = cache.dtype == dtype or (cache_format == "bf16" and cache.dtype in _PLAIN)
+    if cache.ndim != 3 or not known or cache.shape[2] != width:
         raise ValueError(
             f"a {cache_format} cache is {dtype} [blocks, block_size, {width}], not {cache.dtype} {tuple(cache.shape)}; "
             "make one with new_latent_cache"

@@ -18,7 +18,6 @@ from dataclasses import asdict
 from pathlib import Path
 
 from dcp_fix.doctor.probes import PROBES
-from dcp_fix.doctor.report import examine, write_json
 from dcp_fix.doctor.target import TargetError, fetch_release, opened
 
 MATRIX = Path(__file__).parent / "release_matrix.json"
@@ -59,6 +58,8 @@ def digests(root: Path) -> dict[str, str]:
 
 def entry(version: str) -> dict:
     """One release as the matrix holds it."""
+    from dcp_fix.doctor.report import examine
+
     report = examine(None, release=version)
     if report.error:
         raise TargetError(report.error)
@@ -72,6 +73,8 @@ def record(path: Path = MATRIX):
     """Probe every release and write the matrix; progress goes to standard error."""
     import torch
     import triton
+
+    from dcp_fix.doctor.report import write_json
 
     if torch.cuda.is_available():
         raise TargetError("the matrix is recorded without a GPU: set CUDA_VISIBLE_DEVICES to nothing")

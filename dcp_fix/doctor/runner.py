@@ -42,13 +42,18 @@ def finding(probe: Probe, verdict: str, evidence: str) -> Finding:
     return Finding(probe.id, verdict, evidence, probe.reference, probe.remedy if verdict == "defect" else "")
 
 
-def probe_target(target: Target, *, fixes=(), serve_args=None, time_limit: float = TIME_LIMIT) -> list[Finding]:
-    """Findings of all eight probes, in their order. `fixes`: probe ids that the plugin repairs first."""
+def probe_target(
+    target: Target, *, fixes=(), serve_args=None, time_limit: float = TIME_LIMIT, on_cpu: bool = False
+) -> list[Finding]:
+    """Findings of all eight probes, in their order.
+
+    `fixes`: probe ids that the plugin repairs before they run. `on_cpu`: the child sees no GPU.
+    """
     told = configuration(target, serve_args)
     deadline = time.monotonic() + time_limit
     left = [probe for probe in PROBES if probe.id not in told]
     while left:
-        request = dict(root=str(target.root), version=target.version, fixes=list(fixes))
+        request = dict(root=str(target.root), version=target.version, fixes=list(fixes), on_cpu=on_cpu)
         said, last, end = run_child(request, [probe.id for probe in left], deadline)
         told |= said
         left = [probe for probe in left if probe.id not in told]
@@ -94,7 +99,7 @@ def run_child(request: dict, probes: list[str], deadline: float) -> tuple[dict, 
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
             pass_fds=[writer],
-            env=child_environment(),
+            env=child_environment(request["on_cpu"]),
             start_new_session=True,
         )
     finally:
@@ -105,12 +110,13 @@ def run_child(request: dict, probes: list[str], deadline: float) -> tuple[dict, 
     return *parse_lines(text), end
 
 
-def child_environment() -> dict:
+def child_environment(on_cpu: bool) -> dict:
     """Ours, without vLLM's and Triton's own settings, and with this package importable wherever we were started."""
     package = str(Path(__file__).parents[2])
     ours = {k: v for k, v in os.environ.items() if not k.startswith(("VLLM_", "TRITON_INTERPRET"))}
     path = os.pathsep.join(filter(None, [package, ours.get("PYTHONPATH")]))
-    return {**ours, "PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1", "CUDA_MODULE_LOADING": "LAZY"}
+    hidden = {"CUDA_VISIBLE_DEVICES": ""} if on_cpu else {}
+    return {**ours, **hidden, "PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1"}
 
 
 def read_until(pipe, deadline: float) -> tuple[bytes, bool]:

@@ -1,0 +1,380 @@
+"""The fixes as a vLLM general plugin, for releases that lack them.
+
+`register` is the entry point of vLLM's group `vllm.general_plugins`; vLLM calls it in every process. It looks up which
+defects this vLLM has (the release matrix, by the digests of its files; a vLLM that is not in it is probed once, in a
+child process without a GPU, and the verdict is cached), and repairs these three things and no other:
+
+    launcher           `fused_norm_rope` becomes ours, under upstream's signature of that release   query, K, writes
+    route_attention    pure DCP gathers the query heads and combines the partial outputs            combine routing
+    refuse_disabled    reduce_scatter raises when NCCL was not loaded                               silent collective
+
+Modules are repaired right after vLLM imports them, so a run that never imports the DeepSeek-V3.2 / GLM-5 model is left
+as it was, and on any platform but CUDA nothing is repaired. DCP_FIX_PLUGIN=0 switches the plugin off. Where nothing is
+wrong it does nothing, and says so in vLLM's log.
+
+Not here: the split workspace and the merge (compiled or not ours to replace), PCP+DCP routing, nvfp4 caches (handed on
+to upstream's launcher), releases from 0.31 on, whose fp8_ds_mla entries have other scales and whose kernel is right.
+"""
+
+import functools
+import hashlib
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import inspect
+import json
+import logging
+import os
+import sys
+import weakref
+from pathlib import Path
+
+KERNELS = ("vllm.models.deepseek_v32.common.kernels", "vllm.models.deepseek_v32.nvidia.kernels")
+ATTENTION = ("vllm.models.deepseek_v32.attention", "vllm.models.deepseek_v32.nvidia.attention")
+COMMUNICATOR = "vllm.distributed.device_communicators.cuda_communicator"
+KERNEL_DEFECTS = {"query-rows", "k-rows", "owner-only-writes"}
+SWITCH = "DCP_FIX_PLUGIN"
+LATENT, ROPE, INDEX_DIM = 512, 64, 128  # what our kernel is built for, and every DeepSeek-V3.2 and GLM-5 model has
+
+logger = logging.getLogger("vllm.dcp_fix")  # below vLLM's own logger, whose settings it inherits
+
+
+class UnsupportedRelease(RuntimeError):
+    """This vLLM has the defect, and the plugin cannot repair it: the message says why and what to do."""
+
+
+# --- the entry point --------------------------------------------------------------------------------------------------
+
+
+def register() -> None:
+    """Called by vLLM in each process, possibly more than once."""
+    if os.environ.get(SWITCH, "1") == "0":
+        logger.info("dcp_fix: switched off by %s=0", SWITCH)
+        return
+    spec = importlib.util.find_spec("vllm")
+    defects = find_defects(Path(spec.submodule_search_locations[0]).parent)
+    repairs = repairs_for(defects)
+    if not repairs:
+        logger.info("dcp_fix: this vLLM needs none of the plugin's repairs, nothing is changed")
+        return
+    logger.info("dcp_fix: this vLLM has %s; repaired when the module is imported", ", ".join(sorted(defects)))
+    install(repairs)
+
+
+def find_defects(root: Path) -> set[str]:
+    """Ids of the probes that find a defect in the vLLM at `root`."""
+    from dcp_fix.doctor import matrix
+
+    recorded = matrix.recorded_defects(root)
+    return recorded if recorded is not None else probed_defects(root, matrix.digests(root))
+
+
+def probed_defects(root: Path, digests: dict) -> set[str]:
+    """As the doctor finds them now, or found them for the same files before."""
+    from dcp_fix import __version__
+    from dcp_fix.doctor.runner import probe_target
+    from dcp_fix.doctor.target import Target, cache_folder
+
+    key = hashlib.sha256(json.dumps([__version__, digests], sort_keys=True).encode()).hexdigest()
+    cached = cache_folder() / "probed" / f"{key}.json"
+    if cached.is_file():
+        return set(json.loads(cached.read_text(encoding="utf-8")))
+    findings = probe_target(Target("installed", root, None), on_cpu=True)
+    defects = sorted(found.id for found in findings if found.verdict == "defect")
+    cached.parent.mkdir(parents=True, exist_ok=True)
+    part = cached.with_suffix(f".{os.getpid()}")  # several workers may get here at once
+    part.write_text(json.dumps(defects), encoding="utf-8")
+    part.replace(cached)
+    return set(defects)
+
+
+def repairs_for(defects: set[str]) -> dict:
+    """{module name: functions to call with that module}"""
+    repairs = {}
+    if defects & KERNEL_DEFECTS:
+        repairs |= {name: [replace_launcher] for name in (*KERNELS, *ATTENTION)}
+    if "combine-routing" in defects:
+        for name in ATTENTION:
+            repairs[name] = [*repairs.get(name, []), route_attention]
+    if "silent-collective" in defects:
+        repairs[COMMUNICATOR] = [refuse_disabled]
+    return repairs
+
+
+# --- repairing modules as they are imported ---------------------------------------------------------------------------
+
+
+class AfterImport(importlib.abc.MetaPathFinder):
+    """Calls functions with a module right after it was executed. First in sys.meta_path; finds nothing itself."""
+
+    def __init__(self, repairs: dict):
+        self.repairs = repairs
+
+    def find_spec(self, fullname, path=None, target=None):
+        if fullname not in self.repairs:
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
+            spec.loader.exec_module = lambda module: (execute(module), repair(module, self.repairs[fullname]))
+        return spec
+
+
+def install(repairs: dict) -> None:
+    """Repair what is imported already, and the rest when it is."""
+    sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, AfterImport)]
+    sys.meta_path.insert(0, AfterImport(repairs))
+    for name, functions in repairs.items():
+        if name in sys.modules:
+            repair(sys.modules[name], functions)
+
+
+def repair(module, functions) -> None:
+    from vllm.platforms import current_platform
+
+    if not current_platform.is_cuda():
+        logger.info("dcp_fix: %s is left alone, this platform is not CUDA", module.__name__)
+        return
+    for function in functions:
+        function(module)
+        logger.info("dcp_fix: %s applied to %s", function.__name__, module.__name__)
+
+
+# --- the kernel -------------------------------------------------------------------------------------------------------
+
+
+def replace_launcher(module) -> None:
+    """Our launcher under the name that the kernel module defines and the attention module has imported."""
+    module.fused_norm_rope = launcher(module.fused_norm_rope)
+
+
+def launcher(upstream):
+    """`dcp_fix.norm_rope` with the signature of `upstream`, a release's own `fused_norm_rope`.
+
+    Takes what upstream takes: fp8_ds_mla, per-tensor fp8 and plain caches, both RoPE styles, shared layers, caches
+    written by the caller, strided inputs. What our kernel is not built for (nvfp4 caches, other head sizes) goes to
+    `upstream`, with a warning. Raises UnsupportedRelease for a signature that we do not know.
+    """
+    if getattr(upstream, "is_dcp_fix", False):
+        return upstream
+    check_release(upstream)
+    signature = inspect.signature(upstream)
+    defaults = {name: p.default for name, p in signature.parameters.items() if p.default is not p.empty}
+
+    @functools.wraps(upstream)
+    def fused_norm_rope(*args, **kwargs):
+        given = {**dict(zip(signature.parameters, args)), **kwargs}  # noqa: B905 the rest has defaults
+        if given.keys() | defaults.keys() != signature.parameters.keys() or len(args) + len(kwargs) != len(given):
+            signature.bind(*args, **kwargs)  # raises the TypeError that upstream would
+        arguments = {**defaults, **given}
+        if reason := beyond_us(arguments):
+            warn_once(f"dcp_fix: {reason}: upstream's own launcher runs, with its defects")
+            return upstream(*args, **kwargs)
+        return launch(arguments)
+
+    fused_norm_rope.is_dcp_fix = True
+    fused_norm_rope.__signature__ = signature
+    return fused_norm_rope
+
+
+def check_release(upstream) -> None:
+    from dcp_fix.doctor.probes.kernel import OPTIONAL, REQUIRED
+
+    names = set(inspect.signature(upstream).parameters)
+    unknown = sorted(names - {*REQUIRED, *OPTIONAL}) + sorted({*REQUIRED} - names)
+    if unknown:
+        raise UnsupportedRelease(f"fused_norm_rope of this vLLM differs in {unknown}; use a release with the fix")
+    if "indexer_cache_shuffled" in names:
+        raise UnsupportedRelease("fp8_ds_mla entries of vLLM 0.31 and newer have power-of-two scales; reinstall vLLM")
+
+
+def beyond_us(a: dict) -> str | None:
+    """Why our kernel cannot do this call, or None."""
+    if a["mla_kv_cache_dtype"].startswith("nvfp4"):
+        return f"cache format {a['mla_kv_cache_dtype']}"
+    sizes = {"latent": (a["kv_c"], LATENT), "rope": (a["k_pe"], ROPE)}
+    if a["has_indexer"]:
+        sizes["index key"] = (a["index_k"], INDEX_DIM)
+    wrong = [f"{name} of {x.shape[-1]} instead of {size}" for name, (x, size) in sizes.items() if x.shape[-1] != size]
+    return ", ".join(wrong) or None
+
+
+@functools.cache
+def warn_once(message: str) -> None:
+    logger.warning(message)
+
+
+def launch(a: dict):
+    """Upstream's arguments, by name, to ours. Returns the normed query."""
+    from dcp_fix.norm_rope import fused_norm_rope
+
+    cache, cache_format, scale = latent_cache(a)
+    cached = cache is not None or (a["has_indexer"] and a["indexer_k_cache"] is not None)
+    q_out = fused_norm_rope(
+        a["positions"],
+        a["q_c"],
+        a["q_rms_norm_w"],
+        a["kv_c"],
+        a["kv_rms_norm_w"],
+        a["k_pe"],
+        a["k_rope_cos_sin_cache"],
+        eps=a["kv_rms_eps"],
+        slot_mapping=a["slot_mapping"] if cached else None,
+        kv_cache=cache,
+        cache_format=cache_format,
+        kv_scale=scale,
+        q_out=a.get("q_c_out"),
+        kv_out=a.get("kv_c_out"),
+        kpe_out=a.get("k_pe_out"),
+        indexer=indexer_inputs(a) if a["has_indexer"] else None,
+        topk_indices=a["topk_indices_buffer"],
+    )
+    if a["q_rms_eps"] != a["kv_rms_eps"]:  # no model has two; ours takes one
+        from dcp_fix.norm_rope import rms_norm
+
+        q_out.copy_(rms_norm(a["q_c"], a["q_rms_norm_w"], a["q_rms_eps"]))
+    if a["has_indexer"] and a.get("index_k_out") is not None:
+        a["index_k_out"].copy_(index_rows(a))
+    return q_out
+
+
+def latent_cache(a: dict):
+    """(cache, our name of its format, its scale or None)"""
+    import torch
+
+    cache, dtype, scale = a["mla_kv_cache"], a["mla_kv_cache_dtype"], None
+    cache_format = dtype if dtype == "fp8_ds_mla" else "fp8" if dtype.startswith("fp8") else "bf16"
+    if cache is None:
+        return None, cache_format, None
+    if cache_format == "fp8_ds_mla":
+        cache = cache.view(torch.uint8)
+    elif cache_format == "fp8":
+        cache = cache.view(torch.float8_e4m3fn)
+        scale = a["mla_k_scale"]
+        scale = torch.ones(1, device=cache.device) if scale is None else scale
+    return cache, cache_format, scale
+
+
+def indexer_inputs(a: dict):
+    import torch
+
+    from dcp_fix.norm_rope import IndexerInputs
+
+    cache = a["indexer_k_cache"]
+    return IndexerInputs(
+        k=a["index_k"],
+        weight=a["index_k_layer_norm_w"],
+        bias=a["index_k_layer_norm_bias"],
+        eps=a["index_k_layer_norm_eps"],
+        cos_sin=a["index_k_rope_cos_sin_cache"],
+        cache=None if cache is None else cache.view(torch.uint8),
+        slot_mapping=a.get("indexer_slot_mapping"),
+        interleaved=a["index_rope_interleave"],
+    )
+
+
+def index_rows(a: dict):
+    """Normed and rotated index keys [T, 128] of every token. Only PCP asks for them, to gather and then cache them."""
+    import torch
+    import torch.nn.functional as F
+
+    from dcp_fix.norm_rope import rotate
+
+    weight, bias = a["index_k_layer_norm_w"].float(), a["index_k_layer_norm_bias"].float()
+    k = F.layer_norm(a["index_k"].float(), (INDEX_DIM,), weight, bias, a["index_k_layer_norm_eps"])
+    table = a["index_k_rope_cos_sin_cache"]
+    angles = table[a["positions"].clamp(0, len(table) - 1)].float()
+    rotated, rest = k.split((angles.shape[-1], INDEX_DIM - angles.shape[-1]), dim=-1)
+    return torch.cat((rotate(rotated, angles, a["index_rope_interleave"]), rest), dim=-1)
+
+
+# --- the attention layer ----------------------------------------------------------------------------------------------
+
+
+def route_attention(module) -> None:
+    """Pure DCP in DeepseekV32Attention goes through gather and combine, whatever the layer does of it by itself."""
+    attention = module.DeepseekV32Attention
+    forward = attention.forward
+    if getattr(forward, "is_dcp_fix", False):
+        return
+
+    @functools.wraps(forward)
+    def routed(self, *args, **kwargs):
+        if self.impl.dcp_world_size > 1 and not self.use_pcp and not hasattr(self.impl, "dcp_fix_routing"):
+            self.impl.dcp_fix_routing = Routing(self)
+        return forward(self, *args, **kwargs)
+
+    routed.is_dcp_fix = True
+    attention.forward = routed
+
+
+class Routing:
+    """Stands around one layer's backend and manager so that gather and combine happen once, in one place.
+
+    The backend's `forward_mqa` gathers the query unless the layer has done so, and combines what comes out. A combine
+    that the layer asks for afterwards gets the combined output back. Both tensors are known by weak reference only: one
+    kept per layer would hold gigabytes.
+    """
+
+    def __init__(self, layer):
+        manager = getattr(layer, "dcp_manager", None)
+        if manager is None:
+            raise UnsupportedRelease("this vLLM has no DCP manager in its MLA layers: DCP needs 0.28.0 or newer")
+        self.gather, self.combine, self.attend = manager.query_gather, manager.combine, layer.impl.forward_mqa
+        self.gathered = self.combined = nothing
+        manager.query_gather, manager.combine = self.query_gather, self.combine_once
+        layer.impl.forward_mqa = self.forward_mqa
+
+    def query_gather(self, query):
+        gathered = self.gather(query)
+        self.gathered = weakref.ref(gathered)
+        return gathered
+
+    def combine_once(self, partial_output, partial_lse, **metadata):
+        if partial_output is self.combined():
+            return partial_output
+        return self.combine(partial_output, partial_lse, **metadata)
+
+    def forward_mqa(self, query, kv_cache, metadata, layer):
+        import torch
+
+        if query is not self.gathered():
+            query = self.query_gather(torch.cat(query, dim=-1) if isinstance(query, tuple) else query)
+        out, lse = self.attend(query, kv_cache, metadata, layer)
+        if lse is None:
+            raise UnsupportedRelease(
+                f"{type(layer.impl).__name__} of this vLLM returns no LSE, without which partial outputs cannot be "
+                "combined: use another --attention-backend, or 0.29.0 or newer"
+            )
+        combined = self.combine(out, lse, seq_lens=None, query_start_loc=None)
+        self.combined = weakref.ref(combined)
+        return combined, lse
+
+
+def nothing():
+    """A weak reference to nothing."""
+
+
+# --- the communicator -------------------------------------------------------------------------------------------------
+
+
+def refuse_disabled(module) -> None:
+    """reduce_scatter of CudaCommunicator raises where it would return unwritten memory."""
+    for name in ("reduce_scatter", "reduce_scatterv"):
+        method = getattr(module.CudaCommunicator, name, None)
+        if method is not None and not getattr(method, "is_dcp_fix", False):
+            setattr(module.CudaCommunicator, name, guarded(method))
+
+
+def guarded(method):
+    @functools.wraps(method)
+    def checked(self, *args, **kwargs):
+        if self.pynccl_comm is None or self.pynccl_comm.disabled:
+            raise RuntimeError(
+                f"{method.__name__} without NCCL would return unwritten memory: unset VLLM_DISABLE_PYNCCL, and give "
+                "vLLM a libnccl that has every symbol it asks for (run `dcp-fix doctor`)"
+            )
+        return method(self, *args, **kwargs)
+
+    checked.is_dcp_fix = True
+    return checked

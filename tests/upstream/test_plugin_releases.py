@@ -1,0 +1,97 @@
+"""The plugin on published wheels: the doctor's verdicts turn, and our launcher writes what upstream's kernel writes.
+
+The comparison runs upstream's kernel under the interpreter in this process, in fp32, where its row arithmetic is exact;
+bytes of fp8 entries are compared on a GPU only (the interpreter casts fp8 wrongly).
+"""
+
+import contextlib
+
+import pytest
+import torch
+
+from dcp_fix import vllm_plugin
+from dcp_fix.doctor.probes.kernel import KERNELS, load_kernel
+from dcp_fix.doctor.report import examine
+from dcp_fix.doctor.world import World, module
+from dcp_fix.evidence import close
+from dcp_fix.kv_cache import index_views, new_index_cache, read_index
+
+T, Q = 6, 192
+OWNED = [3, 70, 2, 64, 5, 1]
+
+
+@pytest.mark.parametrize("version", ["0.28.0", "0.29.0", "0.30.0"])
+def test_with_the_plugin_every_repaired_probe_is_ok(version, release_wheel):
+    report = examine(str(release_wheel(version)), with_plugin=True)
+    verdicts = {probe.id: probe.verdict for probe in report.probes}
+    assert verdicts["k-rows"] == ("not-applicable" if version == "0.28.0" else "ok")
+    assert {verdicts[name] for name in ("query-rows", "combine-routing", "owner-only-writes")} == {"ok"}
+    assert verdicts["silent-collective"] == "ok"
+    assert ("k-rows" in report.note, "query-rows" in report.note) == (version == "0.29.0", version == "0.28.0")
+
+
+@contextlib.contextmanager
+def upstream_kernel(root):
+    quantised = module(is_quantized_kv_cache=lambda dtype: dtype.startswith("fp8"))
+    with World(root, real=KERNELS, stand_ins={"vllm.utils.torch_utils": quantised}) as world:
+        yield load_kernel(world).fused_norm_rope
+
+
+def arguments(launcher, *, indexer, interleaved, slots):
+    """One call in fp32 with a plain cache; outputs are poisoned."""
+    names = vllm_plugin.inspect.signature(launcher).parameters
+    make = torch.Generator().manual_seed(3)
+
+    def rows(*shape):
+        return torch.randn(*shape, generator=make)
+
+    angle = torch.arange(16)[:, None] * 10000 ** (-torch.arange(0, 64, 2) / 64)
+    table = torch.cat([angle.cos(), angle.sin()], dim=1)
+    everything = dict(
+        positions=torch.arange(T) * 2,
+        q_c=rows(T, Q + 8)[:, :Q],
+        q_rms_norm_w=rows(Q),
+        q_rms_eps=1e-5,
+        kv_c=rows(T, 576)[:, :512],
+        kv_rms_norm_w=rows(512),
+        kv_rms_eps=1e-5,
+        k_pe=rows(T, 576)[:, 512:],
+        k_rope_cos_sin_cache=table,
+        index_k=rows(T, 160)[:, :128] if indexer else None,
+        index_k_layer_norm_w=rows(128) if indexer else None,
+        index_k_layer_norm_bias=rows(128) if indexer else None,
+        index_k_layer_norm_eps=1e-6,
+        index_k_rope_cos_sin_cache=table if indexer else None,
+        topk_indices_buffer=torch.full((T + 1, 24), 9, dtype=torch.int32),
+        slot_mapping=torch.tensor(slots),
+        indexer_slot_mapping=torch.tensor(slots).flip(0),
+        indexer_k_cache=new_index_cache(2) if indexer else None,
+        mla_kv_cache=torch.full((2, 64, 576), -7.0),
+        mla_kv_cache_dtype="auto",
+        mla_k_scale=torch.ones(1),
+        has_indexer=indexer,
+        index_rope_interleave=interleaved,
+        q_c_out=torch.full((T, Q), torch.nan),
+        kv_c_out=torch.full((T, 512), torch.nan),
+        k_pe_out=torch.full((T, 64), torch.nan),
+        index_k_out=torch.full((T, 128), torch.nan) if indexer else None,
+    )
+    return {name: value for name, value in everything.items() if name in names}
+
+
+@pytest.mark.parametrize(("indexer", "interleaved"), [(True, True), (True, False), (False, True)])
+@pytest.mark.parametrize("version", ["0.28.0", "0.29.0", "0.30.0"])
+def test_ours_writes_what_upstreams_kernel_writes(version, indexer, interleaved, unpacked):
+    with upstream_kernel(unpacked(version)) as upstream:
+        theirs, ours = (arguments(upstream, indexer=indexer, interleaved=interleaved, slots=OWNED) for _ in range(2))
+        upstream(**theirs)
+        vllm_plugin.launcher(upstream)(**ours)
+    for name in ("q_c_out", "kv_c_out", "k_pe_out", "index_k_out", "mla_kv_cache"):
+        if ours.get(name) is not None:
+            assert (ours[name] - theirs[name]).abs().max() < 1e-5, name
+            assert not ours[name].isnan().any(), name
+    assert torch.equal(ours["topk_indices_buffer"], theirs["topk_indices_buffer"])
+    if indexer:
+        scales = [index_views(a["indexer_k_cache"])[1] for a in (ours, theirs)]
+        assert close(*scales, ulps=0)  # powers of two; the fp8 codes are the interpreter's
+        assert read_index(ours["indexer_k_cache"], torch.tensor(OWNED)).any()
