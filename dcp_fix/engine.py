@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from dcp_fix.blocks import BlockPool
+from dcp_fix.decode_step import DecodeStep
 from dcp_fix.errors import UserError
 from dcp_fix.evidence import digest
 from dcp_fix.group import Group
@@ -56,15 +57,16 @@ class Engine:
     """One rank's model shard, caches and generation loop.
 
     `max_length` tokens (prompt and answer) fit into the cache. `ops` swaps in historical steps, `stale` says what
-    unwritten scratch memory holds (scratch.py), `workspace_budget` is in bytes. Raises UserError for sizes that do not
-    divide, a length that the checkpoint does not know, an unknown device or cache format.
+    unwritten scratch memory holds (scratch.py), `workspace_budget` is in bytes. `static_decode`: decode steps run in
+    fixed memory, on a GPU as one CUDA graph (decode_step.py). Raises UserError for sizes that do not divide, a length
+    that the checkpoint does not know, an unknown device or cache format.
     """
 
     def __init__(
         self, model: Model | Path | str, group: Group, *, dcp_size: int, interleave: int = 1,
         cache_format: str = "fp8_ds_mla", combine: str = "ag_rs", ops: Ops | None = None, stale: str = "previous",
         workspace_budget: int = GIB, max_batch_tokens: int = 8192, max_length: int = 8192,
-        device: torch.device | str = "cpu", dtype: torch.dtype | None = None,
+        device: torch.device | str = "cpu", dtype: torch.dtype | None = None, static_decode: bool = False,
     ) -> None:  # fmt: skip
         device = resolve_device(device)
         dtype = dtype or default_dtype(device)
@@ -87,6 +89,7 @@ class Engine:
             scratch=Scratch(widths, rows, stale, device, dtype),
             workspace_budget=workspace_budget, max_batch_tokens=rows, share=sharing(group, dcp),
         )  # fmt: skip
+        self.step = DecodeStep(self.attention, self.logits, blocks, group) if static_decode else None
 
     @torch.inference_mode()
     def generate(
@@ -112,7 +115,7 @@ class Engine:
                 tokens.append(int(row.argmax()))
                 if tokens[-1] == self.config.eos_token_id or len(logits) == max_new_tokens:
                     break
-                row = self.forward(tokens[-1:], start, block_table, decode=True)
+                row = self.decode(tokens[-1], start, block_table)
                 start += 1
         finally:
             self.pool.close(table, tokens[:start])  # rows that are in the cache, whole or up to where a batch failed
@@ -121,7 +124,16 @@ class Engine:
     def forward(self, tokens: list[int], start: int, block_table: Tensor, decode: bool) -> Tensor:
         """One batch through the model: the logits [vocab] after its last token."""
         self.attention.begin(start, len(tokens), block_table, decode)
-        ids = torch.tensor(tokens, device=self.device)
+        return self.logits(torch.tensor(tokens, device=self.device))
+
+    def decode(self, token: int, position: int, block_table: Tensor) -> Tensor:
+        """The logits [vocab] after one more token."""
+        if self.step is None:
+            return self.forward([token], position, block_table, decode=True)
+        return self.step(token, position, block_table)
+
+    def logits(self, ids: Tensor) -> Tensor:
+        """The logits [vocab] after the last of `ids` [T], the batch that the attention has begun."""
         hidden = self.model.forward(ids, self.attention, self.group.all_reduce)
         return self.group.all_gather(self.model.logits(hidden[-1]))[: self.config.vocab_size]
 

@@ -37,6 +37,8 @@ class Group:
 
     rank: int
     size: int
+    capturable = True  # whether a CUDA graph can hold the collectives
+    captures = True  # whether this rank records a graph of its own
 
     def _exchange(self, op: str, x: torch.Tensor, read: Callable[[list[torch.Tensor]], torch.Tensor]) -> torch.Tensor:
         """Return read([x of rank 0, x of rank 1, ...]); `read` must return fresh memory."""
@@ -137,6 +139,11 @@ class LocalGroup(Group):
             raise GroupError(f"a group needs at least one rank, got size {size}")
         world = World(size, timeout)
         return world.run(lambda rank: fn(LocalGroup(world, range(size), rank, device), *args))
+
+    @property
+    def captures(self) -> bool:
+        """Rank 0 records for all: the ranks share a stream, so one graph holds what all of them do, in that order."""
+        return self.rank == 0
 
     def _exchange(self, op, x, read):
         signature = f"{op} of {str(x.dtype).removeprefix('torch.')} {list(x.shape)} on {x.device.type}"

@@ -53,17 +53,13 @@ class Ops:
 class Batch:
     """T consecutive new tokens of one request on this rank."""
 
-    start: int  # C: tokens of the request that are cached already
+    start: int | None  # C: tokens of the request that are cached already; None where only the device knows
     positions: Tensor  # int64 [T]
     slots: Tensor  # int64 [T], -1 where another rank owns the position
     table: Tensor  # int64 [B], this rank's blocks of the whole request
+    keys: int  # local rows, of which the indexer takes those that a token may see
     decode: bool
     plan: workspace.Plan | None  # of the sparse path; None for a dense prefill
-
-    @property
-    def end(self) -> int:
-        """Keys that the last token sees."""
-        return self.start + len(self.positions)
 
     @property
     def pieces(self) -> list[slice]:
@@ -104,7 +100,16 @@ class ShardedAttention:
         plan = self.plan(tokens) if decode or start + tokens > self.config.index_topk else None
         positions = torch.arange(start, start + tokens, device=table.device)
         slots = slots_of(self.localise(positions), table, BLOCK)
-        self.batch = Batch(start, positions, slots, table, decode, plan)
+        keys = local_length(start + tokens, self.dcp.size, self.dcp.rank, self.interleave)
+        self.batch = Batch(start, positions, slots, table, keys, decode, plan)
+
+    def begin_step(self, position: Tensor, table: Tensor) -> None:
+        """A decode step at `position` [1], which nothing on the host may read: a CUDA graph replays it for others.
+
+        So the indexer takes every row of `table`, and those that lie beyond the position are masked.
+        """
+        slots = slots_of(self.localise(position), table, BLOCK)
+        self.batch = Batch(None, position, slots, table, len(table) * BLOCK, True, self.plan(1))
 
     def plan(self, tokens: int) -> workspace.Plan:
         """The split-KV workspace plan of a sparse batch, for the gathered heads as the kernel pads them."""
@@ -159,7 +164,7 @@ class ShardedAttention:
 
     def select(self, layer: Layer, x: Tensor, q_latent: Tensor) -> Tensor:
         """The keys that each row attends to: global positions int32 [T, K] ascending, -1 after the last."""
-        keys = read_index(self.index[layer.index], self.local_slots(0, self.local_length(self.batch.end)))  # [N, 128]
+        keys = read_index(self.index[layer.index], self.local_slots(0, self.batch.keys))  # [N, 128]
         here = torch.arange(len(keys), device=keys.device)
         here = global_position(here, self.dcp.size, self.dcp.rank, self.interleave)  # [N]
 
@@ -171,10 +176,6 @@ class ShardedAttention:
         step = SELECT_ROWS[x.device.type]
         pieces = [slice(first, first + step) for first in range(0, len(x), step)]
         return torch.cat(self.share([partial(job, rows) for rows in pieces]))
-
-    def local_length(self, length: int) -> int:
-        """How many of the first `length` positions this rank holds."""
-        return local_length(length, self.dcp.size, self.dcp.rank, self.interleave)
 
     # --- the two paths ------------------------------------------------------------------------------------------------
 
