@@ -41,6 +41,7 @@ from dcp_fix.tiny import corpus
 
 CLASSES = {name: (*corpus.CLASSES[name], corpus.CACHED.get(name, 0)) for name in ("512", "1536", "1024+1536")}
 NEW_TOKENS = 32
+MARGIN = 16  # tokens more in the part to be cached: only whole blocks are, and token counts are estimates
 SANE = (0.4, 1.1)  # words per token of a tokenizer that knows English; beyond it, the endpoint counts something else
 DISAGREES = "it samples, serves other traffic in the same batch, or reads memory that nobody wrote (try dcp-fix doctor)"
 
@@ -169,7 +170,8 @@ def prompts(ratio: float, names=None) -> list[Prompt]:
         tokens, facts, cached = CLASSES[name]
         ids = corpus.prompt(Random(f"compare {name}"), round(tokens * ratio) + 1, facts).ids
         words = corpus.decode(ids[1:]).split()  # without <s>: whether there is one is the tokenizer's business
-        made.append(Prompt(name, " ".join(words), " ".join(words[: round(cached * ratio)])))
+        prefix = words[: round((cached + MARGIN) * ratio)] if cached else []
+        made.append(Prompt(name, " ".join(words), " ".join(prefix)))
     return made
 
 

@@ -68,6 +68,8 @@ class Endpoint:
 
     def __init__(self, name: str, url: str, timeout: float = TIMEOUT) -> None:
         self.name, self.url, self.timeout = name, base_url(name, url), timeout
+        limits = httpx.Limits(max_keepalive_connections=0)  # an idle one may be closed just as it is used again
+        self.client = httpx.Client(timeout=httpx.Timeout(timeout, connect=min(CONNECT, timeout)), limits=limits)
 
     def __str__(self) -> str:
         return f"endpoint {self.name} ({self.url.copy_with(userinfo=b'')})"
@@ -109,10 +111,9 @@ class Endpoint:
         """One request: the JSON of its answer. Raises Failure."""
         deadline = time.monotonic() + self.timeout
         slow = Failure(f"no whole answer within {self.timeout:g} s", "raise --timeout, or see its log", passing=False)
-        limits = httpx.Timeout(self.timeout, connect=min(CONNECT, self.timeout))
         url = self.url.copy_with(path=f"{self.url.path}/{path}")
         try:
-            with httpx.stream("POST" if body else "GET", url, json=body, timeout=limits) as response:
+            with self.client.stream("POST" if body else "GET", url, json=body) as response:
                 content = read(response, deadline, slow)
         except (httpx.ConnectError, httpx.ConnectTimeout) as error:
             raise Failure(f"no connection ({error})", "is it up, and is this its address?") from None
