@@ -45,6 +45,7 @@ LONG_RUNGS = {
     "8192": ("+K rows", "+workspace")
 }  # classes that only climb the last rungs: a long prompt is slow on a CPU
 NEW_TOKENS = 24
+BUDGET = GIB  # bytes for the split-KV workspace
 OTHER_SEED, OTHER_TOKENS = 1, 256  # the request whose rows lie in the scratch memory: of another seed than the prompts
 
 
@@ -57,7 +58,6 @@ class Setup:
     dcp: int = 4
     stale: str = "previous"
     device: str = "cpu"
-    workspace_budget: int = GIB
 
 
 @dataclass(frozen=True)
@@ -122,7 +122,7 @@ def generate(setup: Setup, rung: str, name: str, prompts, progress=None) -> tupl
         return LocalGroup.run(setup.tp, rank, device=setup.device)[0], None
     except GroupError as error:
         if isinstance(error.__cause__, WorkspaceError):
-            return [], str(error.__cause__)
+            return [], f"workspace: {error.__cause__}"
         raise error.__cause__ or error from None
 
 
@@ -130,7 +130,7 @@ def make_engine(setup: Setup, rung: str, longest: int, group) -> Engine:
     """One rank's engine, its scratch memory left behind by another request."""
     dcp, ops = (1, Ops()) if rung == REFERENCE else (setup.dcp, RUNGS[rung])
     engine = Engine(
-        setup.model, group, dcp_size=dcp, ops=ops, stale=setup.stale, workspace_budget=setup.workspace_budget,
+        setup.model, group, dcp_size=dcp, ops=ops, stale=setup.stale, workspace_budget=BUDGET,
         max_length=longest + NEW_TOKENS, device=setup.device,
     )  # fmt: skip
     if setup.stale == "previous":
@@ -187,7 +187,7 @@ def main(
 
     setup = load(checkpoint or corpus.CHECKPOINT, tp, dcp, stale, device)
     with ladder_report.progress() as progress:
-        rows = run(setup, prompts, progress=progress)
+        rows = run(setup, prompts, CLASSES, progress=progress)
     ok = repaired(rows, prompts)
     ladder_report.show(rows, prompts, setup, ok)
     if json_path:

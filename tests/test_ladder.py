@@ -1,0 +1,258 @@
+"""ladder.py on the packaged checkpoint: small prompt classes with a small index_topk, then one class as it is."""
+
+import json
+from contextlib import contextmanager
+from dataclasses import asdict
+
+import pytest
+import torch
+from checkpoints import random_checkpoint
+
+from dcp_fix import broken, evidence, ladder
+from dcp_fix.engine import Generation
+from dcp_fix.errors import UserError
+from dcp_fix.ladder import CLASSES, FIRST, LAST, REFERENCE, RUNGS, Row, Setup
+from dcp_fix.scratch import STALE
+from dcp_fix.sharded import Ops
+from dcp_fix.tiny import corpus
+from dcp_fix.workspace import MIB
+
+# The first class is dense, the others sparse; 256 tokens are a block on each of four ranks.
+TOPK = 128
+SMALL = {"512": (110, 3), "1536": (200, 3), "1024+1536": (330, 6), "8192": (450, 6)}
+BUDGET = 120 * MIB  # the historical plan takes 169 MiB for 450 tokens and 96 for 256
+
+pytestmark = pytest.mark.timeout(120)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """The packaged weights, whose answers have margins, with an indexer that chooses fewer keys."""
+    folder = tmp_path_factory.mktemp("checkpoint")
+    config = json.loads((corpus.CHECKPOINT / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"index_topk": TOPK}))
+    (folder / "model.safetensors").symlink_to(corpus.CHECKPOINT / "model.safetensors")
+    return folder
+
+
+@contextmanager
+def small_classes():
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(corpus, "CLASSES", SMALL)
+        patch.setattr(corpus, "CACHED", {"1024+1536": 256})
+        patch.setattr(ladder, "BUDGET", BUDGET)
+        yield
+
+
+@pytest.fixture
+def small():
+    with small_classes():
+        yield
+
+
+def climb(folder, prompts=1, classes=CLASSES, **options):
+    setup = ladder.load(folder, **{"tp": 4, "dcp": 4, "stale": "previous", "device": "cpu"} | options)
+    return ladder.run(setup, prompts, classes)
+
+
+@pytest.fixture(scope="module")
+def rows(folder):
+    """The whole ladder, one prompt per class."""
+    with small_classes():
+        return climb(folder)
+
+
+def by_rung(rows, rung):
+    return {row.prompt_class: row for row in rows if row.rung == rung}
+
+
+def equal(rows, rung):
+    return [row.equal for row in by_rung(rows, rung).values()]
+
+
+# --- the ladder -------------------------------------------------------------------------------------------------------
+
+
+def test_the_rungs(rows):
+    assert [row.rung for row in rows] == [REFERENCE] * 4 + [
+        r for r in RUNGS for _ in range(3 + (r in ("+K rows", LAST)))
+    ]
+    cached = {name: row.answers[0].cached for name, row in by_rung(rows, REFERENCE).items()}
+    assert cached == dict.fromkeys(CLASSES, 0) | {"1024+1536": 256}
+    assert equal(rows, FIRST) == equal(rows, "+query norm") == [0, 0, 0]
+    assert equal(rows, "+combine routing") == [0, 1, 1]  # dense prefill, and two sparse ones
+    assert equal(rows, "+K rows") == [1, 1, 1, 0]
+    assert equal(rows, LAST) == [1, 1, 1, 1]
+    assert ladder.repaired(rows, 1)
+
+
+def test_a_workspace_beyond_the_budget_is_a_result(rows):
+    failed = [row for row in rows if row.failure]
+    assert [(row.rung, row.prompt_class, row.answers) for row in failed] == [("+K rows", "8192", [])]
+    assert failed[0].failure.startswith("workspace: 450 tokens") and "budget is 120 MiB" in failed[0].failure
+
+
+@pytest.mark.parametrize("stale", sorted(set(STALE) - {"previous"}))
+def test_other_kinds_of_stale_memory(folder, small, stale):
+    rows = climb(folder, stale=stale, classes=CLASSES[:2])
+    assert equal(rows, FIRST) == equal(rows, "+query norm") == [0, 0]
+    assert equal(rows, "+combine routing") == [0, 1]
+    assert equal(rows, "+K rows") == equal(rows, LAST) == [1, 1]
+
+
+def test_every_prompt_is_scored_and_the_first_answers_as_if_alone(folder, small, rows):
+    both = climb(folder, prompts=2, classes=CLASSES[:2])
+    assert equal(both, LAST) == [2, 2]
+    assert len({answer.sha256 for answer in by_rung(both, REFERENCE)["1536"].answers}) == 2
+    alone = {(row.rung, row.prompt_class): row.answers for row in rows}
+    for row in both:
+        assert row.answers[:1] == alone[row.rung, row.prompt_class]
+
+
+@pytest.mark.parametrize("dcp, tp", [(2, 4), (4, 8)])
+def test_other_sizes(folder, small, dcp, tp):
+    assert ladder.repaired(climb(folder, dcp=dcp, tp=tp, classes=CLASSES[:2]), 1)
+
+
+def test_each_rung_repairs_one_thing():
+    steps = [(ops.norm_rope, ops.route, ops.plan) for ops in RUNGS.values()]
+    assert [sum(a != b for a, b in zip(*pair, strict=True)) for pair in zip(steps, steps[1:], strict=False)] == [1] * 4
+    assert RUNGS[LAST] == Ops() and RUNGS[FIRST].norm_rope is broken.norm_rope_skip_all_rows
+
+
+# --- the verdict ------------------------------------------------------------------------------------------------------
+
+
+class Prompt:
+    answer = [5, 6, 7]
+
+
+def generation(tokens):
+    return Generation(tokens, torch.eye(9)[tokens], 0)
+
+
+def test_an_answer_is_judged_by_the_corpus_and_by_dcp1():
+    right = ladder.judge(Prompt, generation([5, 6, 7]), generation([5, 6, 7]))
+    assert (right.right, right.first_difference, right.smallest_margin) == (True, None, 1.0)
+    assert right.sha256 == evidence.digest([5, 6, 7]) and right.text == corpus.decode([5, 6, 7])
+    wrong = ladder.judge(Prompt, generation([5, 8, 8, 8]), generation([5, 6, 7]))
+    assert (wrong.right, wrong.first_difference, wrong.commonest_share) == (False, 1, 0.75)
+
+
+@pytest.mark.parametrize(
+    "first, last, ok",
+    [
+        ([0, 0], [2, 2], True),
+        ([0, 0], [2, 1], False),
+        ([0, 1], [2, 2], False),
+        ([0, 0], [2, 0], False),
+        ([], [], False),
+    ],
+)
+def test_repaired_means_none_at_first_and_all_at_last(first, last, ok):
+    class Counted(Row):
+        equal = property(lambda row: row.answers)
+
+    rows = [Counted(FIRST, "c", n) for n in first] + [Counted(LAST, "c", n) for n in last]
+    assert ladder.repaired(rows, 2) is ok
+
+
+# --- the command ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def dense_only(small, monkeypatch):
+    monkeypatch.setattr(ladder, "CLASSES", CLASSES[:1])
+
+
+def test_main_prints_and_records_the_same_and_exits_zero(folder, small, rows, tmp_path, capsys):
+    path = tmp_path / "r.json"
+    assert ladder.main(checkpoint=folder, json_path=path) == 0
+    printed, written = capsys.readouterr(), evidence.load_record(path)["results"]
+    assert written["repaired"] and written["prompts"] == 1 and written["stale"] == "previous"
+    assert [row["answers"] for row in written["rows"]] == [
+        [asdict(a) for a in row.answers] for row in rows
+    ]  # no chance
+    for row in written["rows"]:
+        assert row["failure"] or row["answers"][0]["sha256"][:16] in printed.out
+    assert written["verdict"] in printed.out and "repaired byte for byte" in written["verdict"]
+    assert "another request's rows" in printed.out and "+workspace: 8192 tokens" in printed.err
+
+
+def test_the_same_is_printed_every_time(folder, dense_only, capsys):
+    printed = [(ladder.main(checkpoint=folder, prompts=2), capsys.readouterr().out) for _ in range(2)]
+    assert printed[0] == printed[1] and "2/2" in printed[0][1]
+
+
+def test_without_dcp_nothing_was_broken(folder, dense_only, capsys):
+    assert ladder.main(checkpoint=folder, dcp=1) == 1
+    assert "NOT the expected picture" in capsys.readouterr().out
+
+
+def test_a_last_rung_that_is_still_broken_fails(folder, dense_only, monkeypatch):
+    monkeypatch.setitem(RUNGS, LAST, Ops(route=broken.attend_unrouted))
+    assert ladder.main(checkpoint=folder) == 1
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        ({"dcp": 3}, "DCP size of 3 does not divide the TP size 4"),
+        ({"tp": 3, "dcp": 3}, "TP size of 3 does not divide"),
+        ({"device": "gpu"}, "'gpu' is unknown"),
+        ({"device": "cuda:99"}, "cuda:99"),
+        ({"stale": "fresh"}, "'fresh' is not one of"),
+    ],
+)
+def test_bad_input_is_one_clear_line_and_nothing_is_written(folder, tmp_path, options, message):
+    path = tmp_path / "r.json"
+    with pytest.raises(UserError, match=message) as error:
+        ladder.main(checkpoint=folder, json_path=path, **options)
+    assert "\n" not in str(error.value) and list(tmp_path.iterdir()) == []
+
+
+def test_a_damaged_checkpoint_is_named(tmp_path):
+    folder = random_checkpoint(tmp_path / "checkpoint")
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    with pytest.raises(UserError, match="damaged or truncated"):
+        ladder.main(checkpoint=folder, json_path=tmp_path / "r.json")
+    assert not (tmp_path / "r.json").exists()
+
+
+def test_a_prompt_longer_than_the_model_knows(folder, small, monkeypatch):
+    monkeypatch.setattr(corpus, "CLASSES", SMALL | {"512": (8440, 3)})
+    with pytest.raises(UserError, match="a length of 8464 tokens"):
+        climb(folder, classes=("512",))
+
+
+def test_the_json_of_a_run_that_fails_is_not_written(folder, dense_only, tmp_path, monkeypatch):
+    monkeypatch.setattr(ladder, "repaired", lambda rows, prompts: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        ladder.main(checkpoint=folder, json_path=tmp_path / "r.json")
+    assert list(tmp_path.iterdir()) == []
+
+
+# --- the packaged checkpoint ------------------------------------------------------------------------------------------
+
+
+def test_the_trained_checkpoint_climbs_the_ladder():
+    """Right at DCP1, nonsense when unpatched, fluent and wrong without K rows, byte for byte right at the end."""
+    setup = ladder.load(corpus.CHECKPOINT, 4, 4, "previous", "cpu")
+    rows = ladder.run(setup, prompts=2, classes=("512",))
+    assert [(row.rung, row.right, row.equal) for row in rows] == [
+        (REFERENCE, 2, 2),
+        (FIRST, 0, 0),
+        ("+query norm", 0, 0),
+        ("+combine routing", 0, 0),
+        ("+K rows", 2, 2),
+        (LAST, 2, 2),
+    ]
+    wrong = next(row for row in rows if row.rung == "+combine routing").answers[0].text
+    assert wrong.endswith("<end>") and wrong.split()[3] in ("opens", "leads")
+
+
+def test_a_setup_can_be_made_by_hand(folder, small):
+    model = ladder.load(folder, 2, 2, "zeros", "cpu").model
+    rows = ladder.run(Setup(model, tp=2, dcp=2), classes=("512",), rungs=(LAST,))
+    assert [(row.rung, row.equal) for row in rows] == [(REFERENCE, 1), (LAST, 1)]
