@@ -78,6 +78,51 @@ def reproduce(
     raise typer.Exit(ladder.main(prompts=prompts, stale=stale, json_path=json, **options))
 
 
+def numbers(text: str) -> tuple[int, ...]:
+    """A list such as 1,2,4."""
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise typer.BadParameter(f"'{text}' is no list of numbers such as 1,2,4.") from None
+
+
+@app.command()
+def verify(
+    tp: Annotated[int, typer.Option(min=1, help="Tensor-parallel size: the number of ranks.")] = 4,
+    dcp: Annotated[
+        str, typer.Option(help="DCP sizes to compare, divisors of --tp; the first is the reference.")
+    ] = "1,2,4",
+    classes: Annotated[str, typer.Option(help="Prompt classes.")] = "512,1536,1024+1536,8192",
+    prompts: Annotated[int, typer.Option(min=1, help="Prompts in each class.")] = 1,
+    combine: Annotated[str, typer.Option(help="How partial outputs are combined: ag_rs or a2a.")] = "ag_rs",
+    device: Annotated[str, typer.Option(help="cpu, or cuda for the Triton kernels.")] = "cpu",
+    procs: Annotated[
+        int | None, typer.Option(min=1, help="Start this many processes, one a rank; without it, ranks are threads.")
+    ] = None,
+    cuda_graphs: Annotated[bool, typer.Option("--cuda-graphs", help="Record decode steps as CUDA graphs.")] = False,
+    share_gpus: Annotated[
+        bool, typer.Option("--share-gpus", help="Allow more ranks than GPUs; collectives then go over gloo.")
+    ] = False,
+    timeout: Annotated[float, typer.Option(min=1.0, help="Seconds that a rank may lag behind the others.")] = 300.0,
+    record: Annotated[
+        Path | None, typer.Option(dir_okay=False, callback=in_a_folder, help="Write the evidence to this file.")
+    ] = None,
+    checkpoint: Annotated[
+        Path | None, typer.Option(help="Checkpoint folder made by `dcp-fix train`; without it, the packaged one.")
+    ] = None,
+) -> None:
+    """Check that every DCP size gives the same answer: corrected steps only, threads, processes or torchrun.
+
+    Exit status: 0 the same, 1 different, 2 bad input, more if a rank fails.
+    """
+    from dcp_fix import verify as verification
+
+    settings = {"tp": tp, "prompts": prompts, "combine": combine, "device": device, "cuda_graphs": cuda_graphs}
+    settings |= {"dcp": numbers(dcp), "classes": tuple(classes.split(",")), "share_gpus": share_gpus}
+    settings |= {"checkpoint": checkpoint} if checkpoint else {}
+    raise typer.Exit(verification.main(verification.Settings(**settings), procs, timeout, record))
+
+
 @app.command()
 def doctor(
     targets: Annotated[

@@ -13,19 +13,23 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+import traceback
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch.distributed as dist
 
+from dcp_fix.errors import UserError
+from dcp_fix.group import GroupError
 from dcp_fix.place import prefix
-from dcp_fix.watch import GRACE_S, known_failure, report_failure
+from dcp_fix.watch import GRACE_S, STOPPED, known_failure, report_failure
 
 HOST = "127.0.0.1"
 STOP_S = GRACE_S + 5.0  # how long the other ranks may take to leave after one has failed
 KILL_S = 2.0  # between asking a rank to end and killing it
 LOOK_S = 0.02  # between two looks at the ranks
 DIFFERS = 1  # an exit status that is a result: the ranks did their work and found a difference
+FAULT = 70  # exit status of a rank that raised what nobody expected
 INTERRUPTED = 128 + signal.SIGINT
 
 
@@ -45,6 +49,28 @@ def launch(command: list[str], procs: int) -> int:
     if status not in (0, DIFFERS):
         print(f"error: {known_failure(store)}", file=sys.stderr)
     return status
+
+
+def rank_process(main: Callable[[], int]) -> int:
+    """What a rank runs: the status of `main`, or the end of the process if the group has failed.
+
+    Without destructors, since torch's would wait for the ranks that are gone.
+    """
+    try:
+        return main()
+    except UserError:
+        raise
+    except GroupError as error:
+        print(f"rank {os.environ['RANK']} stops: {error}", file=sys.stderr)
+        status = STOPPED
+    except KeyboardInterrupt:
+        status = INTERRUPTED
+    except BaseException:  # noqa: BLE001 - printed, and the process ends
+        traceback.print_exc()
+        status = FAULT
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
 
 
 def start(command: list[str], rank: int, procs: int, port: int) -> subprocess.Popen:

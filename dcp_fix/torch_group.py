@@ -38,19 +38,16 @@ from dcp_fix.watch import Watch
 
 POLL = timedelta(seconds=0.1)  # between two looks at the watch while a collective runs
 SMALL_BYTES = 1 << 16  # an all_reduce up to here is one all_gather: fewer messages, though more bytes
+# The same function: torch 2.13 renamed it.
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 class TorchGroup(Group):
     """This process's rank of a group of processes. Made by `joined` and `subgroup` only."""
 
     def __init__(self, members: range, process_group, device: torch.device, watch: Watch, made: dict) -> None:
-        self.members, self.process_group, self.device, self.watch, self.made = (
-            members,
-            process_group,
-            device,
-            watch,
-            made,
-        )
+        self.members, self.process_group, self.device = members, process_group, device
+        self.watch, self.made = watch, made  # shared by all groups of this process
         self.rank, self.size = members.index(watch.rank), len(members)
         self.transport = dist.get_backend(process_group)
         self.self_test(device)
@@ -111,9 +108,7 @@ class TorchGroup(Group):
         """x of every rank: [size, *x.shape]."""
         data = self._bytes(x)
         everyones = data.new_empty(self.size * data.numel())
-        self._carry(
-            op, x, lambda: dist.all_gather_into_tensor(everyones, data, group=self.process_group, async_op=True)
-        )
+        self._carry(op, x, lambda: all_gather_single(everyones, data, group=self.process_group, async_op=True))
         return self._tensor(everyones, x, (self.size, *x.shape))
 
     def _swap(self, op: str, x: torch.Tensor) -> torch.Tensor:
