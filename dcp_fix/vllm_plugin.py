@@ -33,6 +33,7 @@ KERNELS = ("vllm.models.deepseek_v32.common.kernels", "vllm.models.deepseek_v32.
 ATTENTION = ("vllm.models.deepseek_v32.attention", "vllm.models.deepseek_v32.nvidia.attention")
 COMMUNICATOR = "vllm.distributed.device_communicators.cuda_communicator"
 KERNEL_DEFECTS = {"query-rows", "k-rows", "owner-only-writes"}
+REPAIRED = {*KERNEL_DEFECTS, "combine-routing", "silent-collective"}
 SWITCH = "DCP_FIX_PLUGIN"
 LATENT, ROPE, INDEX_DIM = 512, 64, 128  # what our kernel is built for, and every DeepSeek-V3.2 and GLM-5 model has
 
@@ -80,12 +81,23 @@ def probed_defects(root: Path, digests: dict) -> set[str]:
     if cached.is_file():
         return set(json.loads(cached.read_text(encoding="utf-8")))
     findings = probe_target(Target("installed", root, None), on_cpu=True)
+    for found in findings:
+        if found.verdict == "not-run" and found.id in REPAIRED:
+            logger.warning("dcp_fix: whether this vLLM has the defect %s is unknown: %s", found.id, found.evidence)
     defects = sorted(found.id for found in findings if found.verdict == "defect")
-    cached.parent.mkdir(parents=True, exist_ok=True)
-    part = cached.with_suffix(f".{os.getpid()}")  # several workers may get here at once
-    part.write_text(json.dumps(defects), encoding="utf-8")
-    part.replace(cached)
+    keep(cached, json.dumps(defects))
     return set(defects)
+
+
+def keep(path: Path, text: str) -> None:
+    """Write a cache file whole or not at all, as several workers may do at once. Failing only costs the next start."""
+    part = path.with_suffix(f".{os.getpid()}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        part.write_text(text, encoding="utf-8")
+        part.replace(path)
+    except OSError as error:
+        logger.warning("dcp_fix: verdicts are not cached: %s", error)
 
 
 def repairs_for(defects: set[str]) -> dict:
@@ -130,6 +142,7 @@ def install(repairs: dict) -> None:
 
 
 def repair(module, functions) -> None:
+    """Apply `functions` to a module of vLLM, on CUDA only."""
     from vllm.platforms import current_platform
 
     if not current_platform.is_cuda():
@@ -178,6 +191,7 @@ def launcher(upstream):
 
 
 def check_release(upstream) -> None:
+    """UnsupportedRelease for a signature or a cache layout that is not ours."""
     from dcp_fix.doctor.probes.kernel import OPTIONAL, REQUIRED
 
     names = set(inspect.signature(upstream).parameters)
@@ -201,6 +215,7 @@ def beyond_us(a: dict) -> str | None:
 
 @functools.cache
 def warn_once(message: str) -> None:
+    """A warning in vLLM's log, the first time only."""
     logger.warning(message)
 
 
@@ -256,6 +271,7 @@ def latent_cache(a: dict):
 
 
 def indexer_inputs(a: dict):
+    """The indexer's arguments as our kernel takes them."""
     import torch
 
     from dcp_fix.norm_rope import IndexerInputs
@@ -367,6 +383,8 @@ def refuse_disabled(module) -> None:
 
 
 def guarded(method):
+    """`method` of a communicator, refusing to run without NCCL."""
+
     @functools.wraps(method)
     def checked(self, *args, **kwargs):
         if self.pynccl_comm is None or self.pynccl_comm.disabled:

@@ -1,6 +1,7 @@
 """The committed release matrix: complete, well formed, and what is derived from it."""
 
 import shutil
+from pathlib import Path
 
 import pytest
 
@@ -50,3 +51,9 @@ def test_published_releases_are_final_ones_oldest_first(monkeypatch, listed):
     found = matrix.published_releases()
     assert found == sorted(found, key=matrix.numbers)
     assert set(found) <= {"0.26.0", "0.27.1", "0.33.0"} and "0.26.0" in found
+
+
+def test_the_readme_shows_the_recorded_matrix_and_says_that_code_is_executed():
+    readme = (Path(__file__).parents[1] / "README.md").read_text()
+    assert matrix.markdown() in readme
+    assert "A probe executes the target's code" in readme

@@ -3,7 +3,9 @@
 import inspect
 import logging
 import sys
+import tomllib
 import types
+from pathlib import Path
 
 import pytest
 import torch
@@ -417,6 +419,20 @@ def test_it_does_nothing_and_says_so(vllm, monkeypatch, caplog, switch, defects,
         plugin.register()
     assert says in caplog.text
     assert not any(isinstance(finder, plugin.AfterImport) for finder in sys.meta_path)
+
+
+def test_the_entry_point_is_the_one_that_vllm_looks_for():
+    project = tomllib.loads(Path(__file__).parents[1].joinpath("pyproject.toml").read_text())["project"]
+    assert project["entry-points"]["vllm.general_plugins"] == {"dcp_fix": "dcp_fix.vllm_plugin:register"}
+
+
+def test_what_could_not_be_probed_is_said_and_an_unwritable_cache_does_no_harm(vllm, monkeypatch, tmp_path, caplog):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("DCP_FIX_CACHE", str(tmp_path / "file"))
+    unknown = [runner.Finding("k-rows", "not-run", "unknown signature", "", "")]
+    monkeypatch.setattr(runner, "probe_target", lambda target, on_cpu: unknown)
+    assert plugin.find_defects(vllm()) == set()
+    assert "k-rows is unknown: unknown signature" in caplog.text and "not cached" in caplog.text
 
 
 def test_an_unknown_vllm_is_probed_once(vllm, monkeypatch, tmp_path):

@@ -12,6 +12,8 @@ class NotRun(Exception):
 
 @dataclass(frozen=True)
 class Outcome:
+    """What a call returned, or what it raised."""
+
     value: Any = None
     raised: Exception | None = None
 

@@ -16,6 +16,7 @@ from pathlib import Path
 
 
 def main(channel: int, request: dict):
+    """Run the requested probes and report through the file descriptor `channel`."""
     import torch  # before the target, so that it cannot stand in for it
 
     torch.set_num_threads(1)
@@ -95,6 +96,8 @@ class Session:
 
 
 def on_kernel(name):
+    """The probe `name` of probes/kernel.py, as a function of (session, progress)."""
+
     def run(session, progress):
         from dcp_fix.doctor.probes import kernel
 
@@ -105,6 +108,7 @@ def on_kernel(name):
 
 
 def combine_routing(session, progress):
+    """Load the attention layer among recording collaborators, route it if asked, and watch it."""
     from dcp_fix.doctor.probes import routing
     from dcp_fix.doctor.probes.kernel import HELPERS
 
@@ -119,6 +123,7 @@ def combine_routing(session, progress):
 
 
 def split_workspace(session, progress):
+    """Measure on a GPU; quote the recorded result without one."""
     from dcp_fix.doctor.probes import recorded, workspace
 
     if session.device == "cpu":
@@ -127,6 +132,7 @@ def split_workspace(session, progress):
 
 
 def empty_rows(session, progress):
+    """Run the merges; on a GPU ask the compiled kernel for its convention as well."""
     from dcp_fix.doctor.probes import merge
     from dcp_fix.doctor.probes.kernel import HELPERS
 
@@ -142,6 +148,7 @@ def empty_rows(session, progress):
 
 
 def silent_collective(session, progress):
+    """Load the communicators, guard them if asked, and call one that is disabled."""
     from dcp_fix.doctor.probes import collective
     from dcp_fix.doctor.probes.kernel import HELPERS
 

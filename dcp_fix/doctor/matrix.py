@@ -1,6 +1,7 @@
 """The release matrix: what the doctor says of every published vLLM release since 0.26.0, recorded as data.
 
-    python -m dcp_fix.doctor.matrix        records release_matrix.json anew (300 MB a release, cached; without a GPU)
+    python -m dcp_fix.doctor.matrix        records release_matrix.json anew (300 MB a release, kept in the cache);
+                                           on a GPU recorded_workspace.json instead
     markdown()                             the recorded matrix as a table
     recorded_defects(root)                 defects of a vLLM whose files are those of a recorded release, else None
 
@@ -18,6 +19,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from dcp_fix.doctor.probes import PROBES
+from dcp_fix.doctor.probes.recorded import RECORDED, workspace_verdict
 from dcp_fix.doctor.target import TargetError, fetch_release, opened
 
 MATRIX = Path(__file__).parent / "release_matrix.json"
@@ -46,6 +48,7 @@ def published_releases() -> list[str]:
 
 
 def numbers(version: str) -> tuple[int, ...]:
+    """'0.27.1' as (0, 27, 1)."""
     return tuple(map(int, version.split(".")))
 
 
@@ -69,28 +72,39 @@ def entry(version: str) -> dict:
     return {"target": report.target, "version": report.version, "probes": probes, "files": files}
 
 
-def record(path: Path = MATRIX):
-    """Probe every release and write the matrix; progress goes to standard error."""
+def record():
+    """Without a GPU: probe every release and write the matrix. With one: the workspace of every release instead."""
     import torch
     import triton
 
     from dcp_fix.doctor.report import write_json
 
-    if torch.cuda.is_available():
-        raise TargetError("the matrix is recorded without a GPU: set CUDA_VISIBLE_DEVICES to nothing")
-    releases = []
+    versions = dict(python=platform.python_version(), torch=torch.__version__, triton=triton.__version__)
+    result = {"command": "python -m dcp_fix.doctor.matrix", "versions": versions}
+    entries = []
     for version in published_releases():
         print(f"probing {version}", file=sys.stderr)
-        releases.append(entry(version))
-    versions = dict(python=platform.python_version(), torch=torch.__version__, triton=triton.__version__)
-    matrix = {"command": "python -m dcp_fix.doctor.matrix", "versions": versions, "releases": releases}
-    write_json(path, json.dumps(matrix, indent=1) + "\n")
+        entries.append(entry(version))
+    path = MATRIX
+    if torch.cuda.is_available():
+        path, result["hardware"] = RECORDED, torch.cuda.get_device_name()
+        result["releases"] = {release["version"]: workspace_of(release) for release in entries}
+    else:
+        result["releases"] = entries
+    write_json(path, json.dumps(result, indent=1) + "\n")
+
+
+def workspace_of(release: dict) -> dict:
+    """The split-workspace part of a release's entry."""
+    probe = next(probe for probe in release["probes"] if probe["id"] == "split-workspace")
+    return {"verdict": probe["verdict"], "evidence": probe["evidence"]}
 
 
 # --- reading it -------------------------------------------------------------------------------------------------------
 
 
 def load() -> dict:
+    """The committed matrix."""
     return json.loads(MATRIX.read_text(encoding="utf-8"))
 
 
@@ -105,8 +119,6 @@ def recorded_defects(root: Path) -> set[str] | None:
 
 def markdown() -> str:
     """A row per release, a column per probe; the workspace is what was recorded on a GPU."""
-    from dcp_fix.doctor.probes.recorded import workspace_verdict
-
     ids = [probe.id for probe in PROBES if probe.needs != "serve-args"]
     lines = [f"| vLLM | {' | '.join(ids)} |", "|" + " --- |" * (len(ids) + 1)]
     for release in load()["releases"]:

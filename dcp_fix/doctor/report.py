@@ -16,10 +16,9 @@ from rich.table import Table
 from dcp_fix.doctor.probes import PROBES
 from dcp_fix.doctor.runner import Finding, finding, probe_target
 from dcp_fix.doctor.target import TargetError, fetch_release, opened
+from dcp_fix.vllm_plugin import REPAIRED
 
 COLOURS = {"ok": "green", "defect": "bold red", "not-applicable": "dim", "not-run": "yellow"}
-# What the plugin repairs. The compiled op, the merge and the arguments are not its business.
-REPAIRED = ("query-rows", "combine-routing", "k-rows", "owner-only-writes", "silent-collective")
 
 
 @dataclass(frozen=True)
@@ -64,6 +63,7 @@ def examine(spec: str | None, *, release: str | None = None, with_plugin: bool =
 
 
 def print_table(console: Console, report: Report):
+    """One target: a table, then a line per defect with its remedy."""
     title = f"{report.target}  (vLLM {report.version or 'of unknown version'})"
     table = Table(title=title, title_justify="left", caption=report.note, caption_justify="left")
     for column in ("probe", "verdict", "evidence"):

@@ -39,6 +39,7 @@ class Finding:
 
 
 def finding(probe: Probe, verdict: str, evidence: str) -> Finding:
+    """A row of the report; only a defect comes with a remedy."""
     return Finding(probe.id, verdict, evidence, probe.reference, probe.remedy if verdict == "defect" else "")
 
 

@@ -56,6 +56,7 @@ def load_communicators(world: World):
 
 
 def refuse(*arguments):
+    """Stands in for loading NCCL, as where the library is missing."""
     raise OSError("libnccl.so.2: cannot open shared object file")
 
 
@@ -75,6 +76,7 @@ def reduce_scatter(communicators, pynccl_comm):
 
 
 def contribution():
+    """What each of the two ranks puts into reduce_scatter, [6, 3]."""
     return torch.arange(ROWS * 3, dtype=torch.float32).view(ROWS, 3)
 
 
@@ -114,6 +116,7 @@ def required_symbols(wrapper) -> list[str]:
 
 
 def loads(wrapper, library) -> bool:
+    """Whether the target's NCCLLibrary accepts `library`."""
     real, wrapper.ctypes = wrapper.ctypes, SimpleNamespace(CDLL=lambda path: library)
     try:
         return attempt(lambda: wrapper.NCCLLibrary(f"probe-{id(library)}")).raised is None
@@ -135,6 +138,7 @@ def environment_nccl(environment) -> ctypes.CDLL | None:
 
 
 def nccl_version(library) -> str:
+    """'2.29.7', as the library itself says."""
     number = ctypes.c_int()
     library.ncclGetVersion(ctypes.byref(number))
     return f"{number.value // 10000}.{number.value // 100 % 100}.{number.value % 100}"

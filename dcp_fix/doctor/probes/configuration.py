@@ -49,6 +49,8 @@ class Rules:
 
 
 class Parser(argparse.ArgumentParser):
+    """An argument parser that raises instead of exiting."""
+
     def error(self, message):
         raise UserError(f"--serve-args: {message}")
 
@@ -122,6 +124,7 @@ def padded(heads: int) -> int:
 
 
 def check_sizes(a: Arguments) -> list[str]:
+    """TP, PCP and DCP sizes against each other and against the heads."""
     found = []
     if a.pcp == 1 and a.tp % a.dcp:
         divisors = [d for d in range(1, a.tp + 1) if a.tp % d == 0]
@@ -134,6 +137,7 @@ def check_sizes(a: Arguments) -> list[str]:
 
 
 def check_flashmla(a: Arguments, rules: Rules) -> list[str]:
+    """What FLASHMLA_SPARSE asks of a DCP run."""
     if not rules.flashmla_returns_lse:
         return ["FLASHMLA_SPARSE of this release returns no LSE and refuses DCP once the model is loaded: use 0.29.0"]
     found = []
@@ -147,6 +151,7 @@ def check_flashmla(a: Arguments, rules: Rules) -> list[str]:
 
 
 def check_heads(a: Arguments, rules: Rules) -> list[str]:
+    """Heads per rank against the kernels that FLASHMLA_SPARSE has under DCP."""
     if not a.heads or a.heads % a.tp or a.pcp > 1:
         return []
     local = a.heads // a.tp
@@ -160,6 +165,7 @@ def check_heads(a: Arguments, rules: Rules) -> list[str]:
 
 
 def configuration(arguments: Arguments, root: Path) -> tuple[str, str]:
+    """(verdict, evidence) of these arguments for the release at `root`."""
     a = arguments
     if a.dcp == 1:
         return "ok", f"TP {a.tp}, DCP 1: no combination of DCP options to reject"

@@ -193,6 +193,7 @@ class Launch:
 
 
 def rms_norm(x, weight):
+    """The formula of the module docstring, in fp32."""
     x = x.float()
     return x * torch.rsqrt(x.square().mean(dim=-1, keepdim=True) + EPS) * weight.float()
 
@@ -209,6 +210,7 @@ def wrong_rows(got, want) -> tuple[list[int], list[int]]:
 
 
 def describe(what, rows) -> list[str]:
+    """Sentences about the rows that `wrong_rows` found."""
     unwritten, wrong = rows
     parts = []
     if unwritten:
@@ -219,10 +221,12 @@ def describe(what, rows) -> list[str]:
 
 
 def check_query(launch: Launch) -> list[str]:
+    """Every query row holds its norm."""
     return describe("query row", wrong_rows(launch.q_out, launch.expected_query()))
 
 
 def check_dense(launch: Launch) -> list[str]:
+    """Every dense row holds the normed latent and the rotated key."""
     latent, rotated = launch.expected_dense()
     return describe("kv_c_out row", wrong_rows(launch.arguments["kv_c_out"], latent)) + describe(
         "k_pe_out row", wrong_rows(launch.arguments["k_pe_out"], rotated)
@@ -245,6 +249,7 @@ def check_writes(launch: Launch) -> list[str]:
 
 
 def touched_slots(launch: Launch) -> dict[str, set[int]]:
+    """{cache: slots with a changed byte}, of the caches that were given."""
     touched = {}
     if launch.latent is not None:
         touched["latent"] = launch.touched(launch.latent, launch.latent.shape[-1])
@@ -254,6 +259,7 @@ def touched_slots(launch: Launch) -> dict[str, set[int]]:
 
 
 def check_topk(topk, indexer: bool) -> list[str]:
+    """Indexer layers reset the rows of the batch and no others; shared layers reset nothing."""
     if not indexer:
         return ["top-k entries of a shared layer overwritten"] if (topk != UNTOUCHED).any() else []
     reset = (topk[:TOKENS, :TOPK] == -1).all(dim=1)
@@ -283,6 +289,7 @@ def run_cases(launcher, cases, check, device, progress, known=None) -> list[str]
 
 
 def run_control(launcher, case: Case, check, known, device) -> list[str]:
+    """The control of `case`: NotRun if `known` finds fault, else what `check` says of it."""
     launched = attempt(lambda: Launch(launcher, case.control(), device))
     strange = [f"raises {one_line(launched.raised)}"] if launched.raised else known(launched.value)
     if strange:
@@ -296,6 +303,7 @@ def summary(found: list[str]) -> str:
 
 
 def query_rows(launcher, device, progress) -> tuple[str, str]:
+    """Probe 1, as (verdict, evidence)."""
     dense = "kv_c_out" in check_signature(launcher)
     cases = [
         Case("mixed slots", MIXED, far_positions=True),
@@ -309,6 +317,7 @@ def query_rows(launcher, device, progress) -> tuple[str, str]:
 
 
 def k_rows(launcher, device, progress) -> tuple[str, str]:
+    """Probe 3, as (verdict, evidence)."""
     if "kv_c_out" not in check_signature(launcher):
         return "not-applicable", (
             "fused_norm_rope of this release has no kv_c_out and k_pe_out: there are no dense K rows to leave unwritten"
@@ -326,6 +335,7 @@ def k_rows(launcher, device, progress) -> tuple[str, str]:
 
 
 def owner_only_writes(launcher, device, progress) -> tuple[str, str]:
+    """Probe 4, as (verdict, evidence)."""
     dense = "kv_c_out" in check_signature(launcher)
     cases = [
         Case("mixed slots", MIXED, dense=dense),

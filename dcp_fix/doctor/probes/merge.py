@@ -95,6 +95,7 @@ def merge_ag_rs(merge, outs, lses, natural):
 
 
 def merge_a2a(merge, outs, lses, natural):
+    """(out [T, H, D], lse [T, H]): each rank merges its heads after the exchange."""
     exchange = Exchange()
     merge.__globals__["dist"] = exchange
 
@@ -111,6 +112,7 @@ def merge_a2a(merge, outs, lses, natural):
 
 
 def faults(out, lse, natural) -> list[str]:
+    """Sentences about the CASES whose merged output or LSE is wrong."""
     found = []
     for row, (what, ranks, want) in enumerate(CASES):
         total = sum(z for z, _ in ranks if math.isfinite(z))
@@ -162,6 +164,7 @@ def declares_base_2(tree) -> bool:
 
 
 def empty_rows(merges, root, device, progress) -> tuple[str, str]:
+    """Probe 6, as (verdict, evidence)."""
     found = []
     for name, (function, run) in merges.items():
         for natural in (True, False):

@@ -229,6 +229,7 @@ def forward(collaborators: Collaborators, attention_class, run: Run):
 
 
 def combine_routing(attention, collaborators: Collaborators, progress) -> tuple[str, str]:
+    """Probe 2, as (verdict, evidence)."""
     attention_class = getattr(attention, "DeepseekV32Attention", None)
     if attention_class is None:
         raise NotRun("unknown attention module: it no longer defines DeepseekV32Attention")

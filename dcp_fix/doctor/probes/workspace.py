@@ -16,7 +16,6 @@ from pathlib import Path
 import torch
 
 from dcp_fix.doctor.attempt import NotRun, attempt, one_line
-from dcp_fix.doctor.probes.recorded import sentence
 from dcp_fix.doctor.world import module
 
 LIBRARY = "vllm/_flashmla_C.abi3.so"
@@ -27,10 +26,12 @@ MIB = 1 << 20
 
 
 def result_bytes(rows, heads):
+    """Of a launch that splits nothing: bf16 output and fp32 LSE."""
     return rows * heads * (LATENT * 2 + 4)
 
 
 def always_bytes(rows, heads):
+    """What the historical launch allocates on top: (1 + parts) fp32 outputs and LSEs, parts = 1."""
     return 2 * rows * heads * (LATENT * 4 + 4)
 
 
@@ -83,6 +84,7 @@ def peak_bytes(op, rows, heads, topk) -> int:
 
 
 def measure(op) -> list[dict]:
+    """Peak and result of every size, in MiB, and whether the peak says `always`."""
     return [
         dict(
             size=f"{rows} rows x {heads} heads, {topk} keys",
@@ -96,11 +98,14 @@ def measure(op) -> list[dict]:
 
 
 def split_workspace(op, progress) -> tuple[str, str]:
+    """Probe 5, as (verdict, evidence)."""
     progress("peak allocation", control=True)
     measured = attempt(lambda: measure(op))
     if measured.raised:
         raise NotRun(f"the compiled op raises {one_line(measured.raised)}")
-    sizes = "; ".join(map(sentence, measured.value))
+    sizes = "; ".join(
+        f"{m['peak_mib']} MiB peak for a {m['result_mib']} MiB result at {m['size']}" for m in measured.value
+    )
     gpu = torch.cuda.get_device_name()
     if any(m["always"] for m in measured.value):
         return "defect", f"split-KV accumulators are allocated although nothing is split ({gpu}): {sizes}"
