@@ -42,12 +42,12 @@ def show(result) -> None:
     console = Console(width=None if sys.stdout.isatty() else 160, highlight=False, markup=False)
     if not result.rows:
         return
-    console.print(f"{result.a}\n{result.b}\nmodel {result.model}; compared: {result.compared}\n", soft_wrap=True)
+    console.print(f"{result.a}\n{result.b}\nmodel {result.model}\n", soft_wrap=True)
     console.print(table(result.rows))
     for row in result.rows:
         console.print(sentence(row), style="green" if row.equal else "red", soft_wrap=True)
     equal = sum(row.equal for row in result.rows)
-    of = f"A and B agree in {result.compared} on {equal} of {len(result.rows)} prompts"
+    of = f"{equal} of {len(result.rows)} prompts are answered alike; compared: {result.compared}"
     console.print(f"\n{result.verdict.capitalize()}: {of}.", soft_wrap=True)
 
 
@@ -81,7 +81,13 @@ def sentence(row) -> str:
         at = row.token_difference
         there = [ids[at] if at < len(ids) else "no more" for ids in (row.a.token_ids, row.b.token_ids)]
         parts.append(f"token ids differ at token {at} (A {there[0]}, B {there[1]})")
-    return f"{row.prompt.name}: {'; '.join([*parts, logprobs_sentence(row.logprobs)])}"
+    return f"{row.prompt.name}: {'; '.join([*parts, logprobs_sentence(row.logprobs), *cache_misses(row)])}"
+
+
+def cache_misses(row) -> list[str]:
+    """What to say of a prompt whose cached part was in no cache: it is not of the class that it stands for."""
+    missed = [name for name, answer in (("A", row.a), ("B", row.b)) if answer.cached_tokens == 0]
+    return [f"NOT cached at {' and '.join(missed)}: is prefix caching on?"] if row.prompt.prefix and missed else []
 
 
 def logprobs_sentence(logprobs) -> str:

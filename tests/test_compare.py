@@ -294,7 +294,9 @@ def test_an_answer_that_trickles_is_slow_too():
 
 def test_an_endless_answer_is_cut(monkeypatch):
     monkeypatch.setattr(endpoint, "LARGEST", 1000)
-    assert "more than 1000 bytes" in refused(openai(stub), lambda path, body: (200, (b" " * 500 for _ in range(9))))
+    reply, asked = counted(lambda path, body: (200, (b" " * 500 for _ in range(9))))
+    assert "more than 1000 bytes" in refused(openai(stub), reply)
+    assert len(asked) == 1, "it does not pass"
 
 
 def test_two_models_cannot_be_compared():
@@ -329,6 +331,12 @@ def test_another_tokenizer_is_another_model():
     error = refused(openai(stub), edited(longer))
     assert "wrong model" in error and "97 tokens" in error and "98" in error
     assert "wrong model" in refused(openai(stub), edited(other_ids))
+
+    def longer_later(choice, answer):
+        answer["usage"]["prompt_tokens"] += answer["usage"]["prompt_tokens"] > 200
+
+    result = run(openai(stub), edited(longer_later))
+    assert "wrong model" in result.error and [row.prompt.name for row in result.rows] == ["96", "160"]
 
 
 def test_a_tokenizer_that_counts_out_of_reason_is_refused():
@@ -454,7 +462,7 @@ def test_a_difference_is_printed_and_is_exit_status_1(monkeypatch, capsys, tmp_p
     assert f"96: text differs at byte 0; token ids differ at token 0 (A {first}, B {other})" in printed
     assert "\x1b" not in printed and "\\x1b[2Jlock [red]lock" in printed
     assert evidence.digest([other] * 2)[:16] in printed
-    assert "Different: A and B agree in text and token ids on 0 of 3 prompts." in printed
+    assert "Different: 0 of 3 prompts are answered alike; compared: text and token ids." in printed
     assert json.loads((tmp_path / "c.json").read_text())["verdict"] == "different"
 
 
@@ -467,7 +475,8 @@ def test_equality_says_what_it_rests_on(monkeypatch, capsys):
     printed = capsys.readouterr().out
     assert "96: text equal (35 bytes); token ids not compared (B offers none); " in printed
     assert "logprobs not compared (B offers none)" in printed
-    assert "Equal: A and B agree in text only on 3 of 3 prompts." in printed
+    assert "Equal: 3 of 3 prompts are answered alike; compared: text only." in printed
+    assert printed.count("NOT cached at A and B") == 1  # of the one prompt that has a cached part: the stub caches none
 
 
 def test_what_cannot_be_compared_is_exit_status_2_with_one_line_and_whole_json(monkeypatch, capsys, tmp_path):
