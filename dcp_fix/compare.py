@@ -21,6 +21,7 @@ A and B are GLM-5.2 on four H200 each, such as the two halves of one host (upstr
 
 `--dcp-comm-backend ag_rs` is for Hopper: 0.30.0 picks `a2a`, which FLASHMLA_SPARSE refuses. No speculative decoding, no
 other traffic: both change what is computed together. `--enable-prompt-tokens-details` lets vLLM report cached tokens.
+The flags were read in the sources of vLLM 0.30.0; this project has not run a model of that size.
 
 The prompts are the small world of tiny/corpus.py: plain English words, sized by how many tokens the endpoint counts.
 
