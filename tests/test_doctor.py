@@ -65,7 +65,7 @@ def test_each_defect_is_named_for_what_it_is(tmp_path, probe, line):
     findings = examine(doctor_targets.folder(tmp_path, broken(line, by)))
     assert {name for name, verdict in verdicts(findings).items() if verdict == "defect"} == {probe}
     assert findings[probe].remedy
-    wanted = "at [-1" if probe == "owner-only-writes" else "tokens 1, 3 never written"
+    wanted = "outside the owned slots" if probe == "owner-only-writes" else "tokens 1, 3 never written"
     assert wanted in findings[probe].evidence
 
 

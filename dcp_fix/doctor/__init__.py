@@ -9,5 +9,6 @@
     matrix.py     the recorded report over all releases
 
 A probe executes code of the target. The child process and its time limit keep a broken target from taking the caller
-down; they are no sandbox, and the code runs with the caller's rights. Examine only what you would also install.
+down; they are no sandbox: the code runs with the caller's rights, and code that wants to can lie about itself. Examine
+only what you would also install.
 """

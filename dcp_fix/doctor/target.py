@@ -176,6 +176,7 @@ def download(version: str, cache: Path):
     """pip writes into a folder of its own, so that an interrupted download is never taken for a wheel."""
     with tempfile.TemporaryDirectory(dir=cache) as temporary:
         command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"]
+        command += ["--retries=2", "--timeout=20"]
         command += [f"--platform={platform}" for platform in WHEEL_PLATFORMS]
         run = subprocess.run([*command, "--dest", temporary, f"vllm=={version}"], capture_output=True, text=True)
         if run.returncode:
