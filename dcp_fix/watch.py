@@ -33,8 +33,11 @@ STOPPED = 3  # exit status of a rank that another rank's failure stopped
 class Watch:
     """Rank `rank` of `size`. `timeout` seconds is how long a rank may lag behind the others."""
 
-    def __init__(self, store, rank: int, size: int, timeout: float, silence: float = SILENCE_S) -> None:
-        self.store, self.rank, self.size, self.timeout, self.silence = store, rank, size, timeout, silence
+    def __init__(
+        self, store, rank: int, size: int, timeout: float, silence: float = SILENCE_S, grace: float = GRACE_S
+    ) -> None:
+        self.store, self.rank, self.size = store, rank, size
+        self.timeout, self.silence, self.grace = timeout, silence, grace
         self.count, self.where, self.finished = 0, "the start", False
         self.failure: str | None = None
         self.beats, self.seen = 0, {}  # rank -> (its beat, since when I know it, since when its count has stood still)
@@ -66,8 +69,16 @@ class Watch:
         """What to raise where a transport broke: its message names no rank, so wait for the reason to be known."""
         deadline = time.monotonic() + self.silence + 4 * BEAT_S
         while not self.failure and time.monotonic() < deadline:
-            time.sleep(BEAT_S / 5)
+            time.sleep(2 * BEAT_S)
+            if not self.failure and (reason := self.differing()):
+                self.fail(reason)
         return GroupError(self.failure or f"rank {self.rank} of {self.size}: {self.where} failed: {error}")
+
+    def differing(self) -> str | None:
+        """Ranks that are in the same collective by number and in another by name."""
+        here = {rank: beat["where"] for rank, (beat, *_) in self.seen.items() if beat["count"] == self.count}
+        calls = "; ".join(f"rank {rank}: {where}" for rank, where in sorted(here.items()))
+        return f"the ranks called different collectives: {calls}" if len(set(here.values())) > 1 else None
 
     def finish(self) -> None:
         """This rank is done: return once every rank is, or raise GroupError."""
@@ -89,7 +100,7 @@ class Watch:
             except RuntimeError as error:  # what torch's stores raise
                 lost = f"rank {self.rank} of {self.size} lost the store: the launcher, or rank 0, has ended"
                 self.failure = self.failure or f"{lost} ({str(error).splitlines()[0]})"
-        if self.failure and not self.closed.wait(GRACE_S):
+        if self.failure and not self.closed.wait(self.grace):
             end(self.rank, self.failure)
 
     def beat(self) -> None:
@@ -122,17 +133,17 @@ class Watch:
             if not beat["finished"] and now - heard > self.silence:
                 return (
                     f"rank {rank} of {self.size} has given no sign of life for {self.silence:g} s: it was killed or "
-                    f"stopped, or its host is cut off; it was last at {place(beat)}"
+                    f"stopped, or its host is cut off; its last sign came from {place(beat)}"
                 )
         return None
 
     def behind(self, now: float) -> str | None:
-        """A rank that the others wait for: it has returned, or it has not moved for `timeout`."""
+        """A rank that the others wait for: it has returned, or has not moved for `timeout`, or went another way."""
         last = min(self.seen, key=lambda rank: self.seen[rank][0]["count"])
         first = max(self.seen, key=lambda rank: self.seen[rank][0]["count"])
         (beat, _, moved), ahead = self.seen[last], self.seen[first][0]
         if beat["count"] == ahead["count"]:
-            return None
+            return self.differing() if now - moved > self.timeout else None
         if beat["finished"]:
             return f"rank {last} of {self.size} returned while others wait for it in {place(ahead)}"
         if now - moved > self.timeout:

@@ -1,6 +1,6 @@
 """Ranks as real processes for tests: forked from a server that has imported torch once, so that one costs 50 ms.
 
-`run_ranks` plays the launcher: it keeps the store, sets torchrun's environment, collects what each rank returns or
+`run_processes` plays the launcher: it keeps the store, sets torchrun's environment, collects what each rank returns or
 raises, and fails the test if a process is left.
 """
 
@@ -31,22 +31,36 @@ class Outcome:
     seconds: float
 
 
-def run_ranks(size, fn, *args, terms=None, environment=None, at_start=None, **joining) -> list[Outcome]:
-    """fn(group, *args) in `size` processes. `terms` and `environment` map a rank to what it alone has.
+def run_ranks(size, fn, *args, terms=None, **options) -> list[Outcome]:
+    """fn(group, *args) in `size` processes. `terms` maps a rank to its own; options of `run_processes` and `joined`."""
+    names = {"environment", "meanwhile"}
+    joining = {name: options.pop(name) for name in set(options) - names}
+    own = [(joining | {"terms": (terms or {}).get(rank, {})}, fn, args) for rank in range(size)]
+    return run_processes(in_group, own, **options)
 
-    `at_start(processes)` may do harm. `joining` goes to `joined`.
+
+def in_group(joining, fn, args):
+    with joined(**joining) as group:
+        return fn(group, *args)
+
+
+def run_processes(main, arguments, environment=None, meanwhile=None) -> list[Outcome]:
+    """main(*arguments[rank]) in one process per rank, with torchrun's environment, and a rank's own `environment`.
+
+    `meanwhile(processes, server)` may do harm while they run.
     """
     server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    ends = [CONTEXT.Pipe(duplex=False) for _ in range(size)]
-    processes, began = [], time.monotonic()
+    size, processes, began = len(arguments), [], time.monotonic()
+    ends = [CONTEXT.Pipe(duplex=False) for _ in arguments]
     for rank, (_, end) in enumerate(ends):
-        own = {"terms": (terms or {}).get(rank, {})} | joining
         told = place(rank, size, server.port) | (environment or {}).get(rank, {})
-        processes.append(CONTEXT.Process(target=rank_main, args=(end, told, fn, args, own), daemon=True))
+        processes.append(CONTEXT.Process(target=rank_main, args=(end, told, main, arguments[rank]), daemon=True))
         processes[-1].start()
         end.close()
-    if at_start:
-        at_start(processes)
+    servers = [server]
+    del server
+    if meanwhile:
+        meanwhile(processes, servers)
     return [outcome(process, end, began) for process, (end, _) in zip(processes, ends, strict=True)]
 
 
@@ -57,15 +71,12 @@ def place(rank, size, port):
     return {name: str(value) for name, value in told.items()}
 
 
-def rank_main(end, told, fn, args, joining):
+def rank_main(end, told, main, arguments):
     """One rank's life; it leaves without destructors, which may wait for a rank that is dead."""
     os.environ.update(told)
     torch.set_num_threads(1)
-    answer = None, None
     try:
-        with joined(**joining) as group:
-            value = fn(group, *args)
-        answer = value, None
+        answer = main(*arguments), None
     except Exception as error:  # noqa: BLE001 - the test looks at it
         answer = None, f"{type(error).__name__}: {error}"
     end.send(answer)
@@ -79,5 +90,8 @@ def outcome(process, end, began) -> Outcome:
     if process.is_alive():
         os.kill(process.pid, signal.SIGKILL)
         raise AssertionError(f"rank process {process.pid} is still there after {seconds:.0f} s")
-    value, error = end.recv() if end.poll() else (None, None)
+    try:
+        value, error = end.recv()
+    except EOFError:  # it ended without a word
+        value, error = None, None
     return Outcome(value, error, process.exitcode, seconds)
