@@ -178,7 +178,7 @@ class Run:
             found.append("its partial result is never combined with the other ranks' and goes out as the answer")
         elif manager is not None and manager.combined[0].shape[1] != heads:
             found.append(f"combine gets {manager.combined[0].shape[1]} of {heads} heads")
-        elif not found and not self._right_output():
+        elif not found and self.projected is not None and not self._right_output():
             found.append("the output projection gets something else than the combined result")
         return found
 
@@ -186,7 +186,7 @@ class Run:
         first = 0 if self.manager else None
         heads = torch.full((HEADS,), COMBINED) if first == 0 else torch.arange(HEADS, dtype=torch.float32)
         want = heads.repeat_interleave(VALUE).expand(TOKENS, -1)
-        return self.projected is not None and torch.allclose(self.projected[:TOKENS], want)
+        return torch.allclose(self.projected[:TOKENS], want)
 
 
 class Collaborators:
@@ -222,10 +222,12 @@ def load_attention(world: World):
 
 
 def forward(collaborators: Collaborators, attention_class, run: Run):
-    """(faults, error) of one run."""
+    """(faults, error) of one run; where it broke off, the faults until then."""
     collaborators.run = run
     outcome = attempt(lambda: run.layer(attention_class).forward(torch.arange(PADDED), torch.ones(PADDED, 8)))
-    return ([], outcome.raised) if outcome.raised else (run.faults(), None)
+    if outcome.raised and run.backend.query is None:
+        return [], outcome.raised
+    return run.faults(), outcome.raised
 
 
 def combine_routing(attention, collaborators: Collaborators, progress) -> tuple[str, str]:
@@ -247,7 +249,8 @@ def combine_routing(attention, collaborators: Collaborators, progress) -> tuple[
         faults, error = forward(collaborators, attention_class, Run(**sizes))
         if isinstance(error, AttributeError | TypeError):
             raise NotRun(f"{name}: the layer asks its collaborators for something new: {one_line(error)}")
-        return [f"{name}: {one_line(error)}"] if error else [f"{name}: {' and '.join(faults)}"] if faults else []
+        said = faults or ([one_line(error)] if error else [])
+        return [f"{name}: {' and '.join(said)}"] if said else []
 
     control("no DCP")
     found = judge("pure DCP4", dcp=4, tp=4)
