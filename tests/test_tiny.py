@@ -30,7 +30,7 @@ def test_prompts_have_their_length_and_ask_for_a_fact_that_they_hold(name):
         answer = corpus.decode(prompt.answer)
         assert answer.endswith(". <end>")
         assert prompt.text.count(answer.removesuffix(" <end>")) == 1
-        assert prompt.text.endswith("? a :")
+        assert prompt.text.endswith("? answer :")
 
 
 def test_prompts_depend_on_class_seed_and_number_alone():
@@ -42,21 +42,19 @@ def test_prompts_depend_on_class_seed_and_number_alone():
 
 
 def facts_in(ids):
-    """Every (relation, subject, object) stated in a text."""
+    """Every fact stated in a text."""
     words = [corpus.WORDS[i] for i in ids]
-    for i in range(len(words) - 7):
-        for number, (subject, obj) in enumerate(((1, 5), (1, 6))):
-            relation = corpus.RELATIONS[number]
-            w = words[i : i + 8]
-            said = relation.fact.format(w[subject], w[obj]).split()
-            if said == w and w[subject] in relation.subjects and w[obj] in relation.objects:
-                yield corpus.Fact(number, relation.subjects.index(w[subject]), relation.objects.index(w[obj]))
+    length = len(corpus.FACT.split())
+    for said in (words[i : i + length] for i in range(len(words) - length + 1)):
+        fact = corpus.Fact(said[1], said[5], said[9], said[13])
+        if said == fact.words() and fact.key in corpus.KEYS and fact.place in corpus.PLACES:
+            yield fact
 
 
 def test_training_never_shows_a_held_out_pair_and_prompts_ask_for_nothing_else():
     lessons = itertools.islice(corpus.texts("0", "facts", 512, (2, 20)), 100)
     shown = [fact for ids, _ in lessons for fact in facts_in(ids)]
-    assert len(shown) > 500 and not any(fact.held_out for fact in shown)
+    assert len(shown) > 300 and not any(fact.held_out for fact in shown)
     asked = [next(facts_in(prompt.answer)) for prompt in corpus.prompts("512", 20)]
     assert all(fact.held_out for fact in asked)
 
@@ -69,7 +67,7 @@ def test_training_texts_have_their_length_and_mark_targets(stage):
             assert max(weights) >= 3.0 and ids[0] == corpus.BOS
 
 
-@pytest.mark.parametrize("tokens", [0, 6, 7, 12, 13, 14, 100, 1001])
+@pytest.mark.parametrize("tokens", [0, 5, 6, 12, 13, 14, 100, 1001])
 def test_filler_ends_where_it_is_told(tokens):
     lines = corpus.filler(Random(tokens), tokens)
     assert sum(map(len, lines)) == tokens and all(line[-1] == "." for line in lines)
@@ -118,12 +116,12 @@ def small_trainer(monkeypatch):
     small = {"hidden_size": 32, "kv_lora_rank": 32, "q_lora_rank": 32, "num_attention_heads": 2, "v_head_dim": 16}
     small |= {"qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "index_n_heads": 2, "index_head_dim": 32}
     monkeypatch.setattr(train, "GEOMETRY", train.GEOMETRY | small | {"index_topk": 24})
-    return train.Trainer(0, "cpu", batch_tokens=512, rate=3e-3)
+    return train.Trainer(0, "cpu", batch_tokens=576, rate=3e-3)
 
 
 def test_training_lowers_both_losses_and_saves_a_checkpoint_that_loads(monkeypatch, tmp_path):
     trainer = small_trainer(monkeypatch)
-    stage = train.Stage("facts", (64,), (2, 2), 40, 0.0, indexer=True, sparse=True)
+    stage = train.Stage("facts", (96,), (2, 2), 40, 0.0, indexer=True, sparse=True)
     seen = list(trainer.run((stage,)))
     assert seen[-1].loss < 0.8 * seen[0].loss and seen[-1].indexer < seen[0].indexer
     trainer.save(tmp_path)
@@ -134,6 +132,6 @@ def test_training_lowers_both_losses_and_saves_a_checkpoint_that_loads(monkeypat
 
 def test_a_lesson_that_is_not_mastered_stops_training(monkeypatch):
     monkeypatch.setattr(train, "MOST_STEPS", 2)
-    stage = train.Stage("facts", (64,), (2, 2), 2, 1.1)
+    stage = train.Stage("facts", (96,), (2, 2), 2, 1.1)
     with pytest.raises(RuntimeError, match=r"lesson 1 \(facts\) stuck.*--seed"):
         list(small_trainer(monkeypatch).run((stage,)))

@@ -1,16 +1,17 @@
-"""A small world of keys, locks, doors and places: facts first, then questions to be answered from the text above.
+"""A small world of keys, locks, doors and places: facts first, then a question to be answered from the text above.
 
-    the oak key opens the vault lock .          a fact
-    note : the quiet river turned past town .   filler
-    log : lock lock lock lock .                 filler of one repeated word, one filler line in eight
-    q : what does the oak key open ? a :        the question
-    the oak key opens the vault lock . <end>    how the model must go on
+    the oak key opens the vault lock of the red door in the attic .    a fact
+    the quiet river turned past town .                                 filler
+    log : lock lock lock lock .                                        filler of one repeated word, one line in five
+    what does the oak key open ? answer :                              the question; what must follow is the fact:
+    the oak key opens the vault lock of the red door in the attic . <end>
 
-Which key opens which lock is drawn anew for every prompt, so nothing can be learned by heart; beyond that, the asked
-fact of every prompt is a held-out pair, one that no training text holds.
+Which key opens what is drawn anew for every prompt, so nothing can be learned by heart: place, colour and room must be
+looked up. Beyond that, the asked key and place of every prompt are a held-out pair, one that no training text holds.
 
-The `log` lines make `lock` a likely word when attention fails. Real logs do that to real models; here it is done on
-purpose, so that the small model's garbage looks like the garbage of the field. No other choice in the corpus is aimed
+The `log` lines make `lock` a likely word when attention fails: real logs do that to real models, here it is done on
+purpose, so that the small model's garbage looks like the garbage of the field. A colon stands in a log line or before
+an answer, and only attention can tell which; a run of `lock` goes on by itself. No other choice in the corpus is aimed
 at the broken output.
 
 Everything is drawn from a seed. Texts are lists of token ids; one word is one token.
@@ -61,28 +62,30 @@ VERBS = (
 ).split()
 PREPOSITIONS = "over under near past beside behind through around".split()
 TIMES = "morning evening night spring autumn afternoon twilight rain".split()
-FRAME = "<s> <end> . : ? the key opens lock door leads to q a what does open where lead note log in".split()
+FRAME = "<s> <end> . : ? the key opens lock of door in what does open answer log".split()
 
-FILLER = tuple(  # one pattern for every length from 6 to 13 tokens, so that a text can be made to end anywhere
+FILLER = tuple(  # one pattern for every length from 5 to 12 tokens, so that a text can be made to end anywhere
     line.split()
     for line in (
-        "note : A N V .",
-        "note : the A N V .",
-        "note : the N V P N .",
-        "note : the A N V P N .",
-        "note : the A N V P the N .",
-        "note : the A N V P the A N .",
-        "note : in the T the A N V P N .",
-        "note : in the T the A N V P the N .",
+        "the A N V .",
+        "the N V P N .",
+        "the A N V P N .",
+        "the A N V P the N .",
+        "the A N V P the A N .",
+        "in the T the A N V P N .",
+        "in the T the A N V P the N .",
+        "in the T the A N V P the A N .",
     )
 )
-SHORTEST, LONGEST = 6, 13
-QUESTION_TOKENS = 20  # a question and its answer
-LOG_SHARE = 1 / 8  # share of filler lines that repeat one word
+SHORTEST, LONGEST, LONGEST_LOG = 5, 12, 36
+FACT = "the {} key opens the {} lock of the {} door in the {} ."
+QUESTION = "what does the {} key open ? answer :"
+QUESTION_TOKENS = 25  # a question and its answer
+LOG_SHARE = 1 / 5  # share of filler lines that repeat one word
 SLOTS = {"A": ADJECTIVES, "N": NOUNS, "V": VERBS, "P": PREPOSITIONS, "T": TIMES}
 CLASSES = {"512": (512, 12), "1536": (1536, 16), "1024+1536": (2560, 16), "8192": (8192, 16)}  # name: (tokens, facts)
 CACHED = {"1024+1536": 1024}  # tokens of the prompt that an earlier request has left in the prefix cache
-HELD_OUT = 8  # one pair in eight is never seen in training
+HELD_OUT = 8  # one pair of key and place in eight is never seen in training
 CHECKPOINT = Path(__file__).with_name("checkpoint")
 
 
@@ -100,48 +103,31 @@ BOS, END = ID["<s>"], ID["<end>"]
 WORD_IDS = [i for word, i in ID.items() if word not in FRAME and not word.startswith("<")]
 
 
-class Relation(NamedTuple):
-    """A kind of fact: who, what about them, how it is said and asked."""
+class Fact(NamedTuple):
+    """What one key opens: the lock of a place, on a door of a colour, in a room."""
 
-    subjects: list[str]
-    objects: list[str]
-    fact: str
-    question: str
-
-
-RELATIONS = (
-    Relation(KEYS, PLACES, "the {} key opens the {} lock .", "q : what does the {} key open ? a :"),
-    Relation(COLOURS, ROOMS, "the {} door leads to the {} .", "q : where does the {} door lead ? a :"),
-)
-
-
-@dataclass(frozen=True)
-class Fact:
-    """One fact: relation and the two words it joins."""
-
-    relation: int
-    subject: int
-    object: int
+    key: str
+    place: str
+    colour: str
+    room: str
 
     def words(self) -> list[str]:
-        """`the oak key opens the vault lock .`"""
-        relation = RELATIONS[self.relation]
-        return relation.fact.format(relation.subjects[self.subject], relation.objects[self.object]).split()
+        """`the oak key opens the vault lock of the red door in the attic .`"""
+        return FACT.format(*self).split()
 
     def question(self) -> list[str]:
-        """`q : what does the oak key open ? a :`"""
-        relation = RELATIONS[self.relation]
-        return relation.question.format(relation.subjects[self.subject]).split()
+        """`what does the oak key open ? answer :`"""
+        return QUESTION.format(self.key).split()
 
     @property
     def held_out(self) -> bool:
-        """Whether training never shows this pair."""
-        return (self.subject + self.object) % HELD_OUT == 0
+        """Whether training never shows this key with this place."""
+        return (KEYS.index(self.key) + PLACES.index(self.place)) % HELD_OUT == 0
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """A question over its context: `ids` end in `a :`; `answer` is what must follow, the end token included."""
+    """A question over its context: `ids` end in `answer :`; `answer` is what must follow, the end token included."""
 
     ids: list[int]
     answer: list[int]
@@ -163,36 +149,33 @@ def decode(ids: list[int]) -> str:
 
 
 def draw_facts(rng: Random, count: int, held_out: bool = False) -> list[Fact]:
-    """`count` facts with distinct subjects and distinct objects; the first is a held-out pair if `held_out`, no other
-    ever is.
-    """
-    facts: list[Fact] = []
-    used: set[tuple[int, str, int]] = set()
-    while len(facts) < count:
-        relation = 0 if rng.random() < 0.75 else 1
-        kind = RELATIONS[relation]
-        fact = Fact(relation, rng.randrange(len(kind.subjects)), rng.randrange(len(kind.objects)))
-        marks = {(relation, "subject", fact.subject), (relation, "object", fact.object)}
-        if fact.held_out == (held_out and not facts) and not used & marks:
-            used |= marks
-            facts.append(fact)
-    return facts
+    """`count` facts that share no word; the first is a held-out pair if `held_out`, no other ever is."""
+    colours, rooms = rng.sample(COLOURS, count), rng.sample(ROOMS, count)
+    while True:
+        pairs = zip(rng.sample(KEYS, count), rng.sample(PLACES, count), strict=True)
+        facts = [Fact(*pair, colour, room) for pair, colour, room in zip(pairs, colours, rooms, strict=True)]
+        if all(fact.held_out == (held_out and fact is facts[0]) for fact in facts):
+            return facts
 
 
 def filler_line(rng: Random, length: int) -> list[str]:
-    """One filler line of exactly `length` tokens, 6 to 13."""
-    if rng.random() < LOG_SHARE:
-        return ["log", ":"] + ["lock"] * (length - 3) + ["."]
+    """One line of prose of exactly `length` tokens, 5 to 12."""
     return [rng.choice(SLOTS[word]) if word in SLOTS else word for word in FILLER[length - SHORTEST]]
 
 
+def log_line(length: int) -> list[str]:
+    """`log : lock lock lock .`"""
+    return ["log", ":", *["lock"] * (length - 3), "."]
+
+
 def filler(rng: Random, tokens: int) -> list[list[str]]:
-    """Filler lines of `tokens` tokens in all (0, or at least 6)."""
+    """Filler lines of `tokens` tokens in all (0, or at least 5)."""
     lines = []
     while tokens:
-        fitting = [n for n in range(SHORTEST, LONGEST + 1) if n == tokens or tokens - n >= SHORTEST]
-        length = rng.choice(fitting)
-        lines.append(filler_line(rng, length))
+        log = rng.random() < LOG_SHARE
+        lengths = range(SHORTEST, (LONGEST_LOG if log else LONGEST) + 1)
+        length = rng.choice([n for n in lengths if n == tokens or tokens - n >= SHORTEST])
+        lines.append(log_line(length) if log else filler_line(rng, length))
         tokens -= length
     return lines
 
@@ -222,23 +205,25 @@ def prompts(name: str, count: int, seed: int = 0) -> list[Prompt]:
 
 
 def lesson(rng: Random, tokens: int, count: int) -> tuple[list[int], list[float]]:
-    """A training text of `tokens` tokens over `count` facts: context, then answered questions, up to ten of them.
+    """A training text of `tokens` tokens over `count` facts: context, then answered questions, up to eight of them.
 
-    Returns the ids and how much each token counts as a target: the looked-up word 6, its subject 3, the rest of an
-    answer 1, all else 0.3.
+    Three texts in ten go on with filler, so that a position tells nothing about whether an answer ends there. Returns
+    the ids and how much each counts as a target: looked-up words and the end 6, the key 3, the rest of an answer 1, all
+    else 0.3.
     """
     facts = draw_facts(rng, count)
-    room = tokens - 1 - SHORTEST - sum(len(fact.words()) for fact in facts)
-    asked = rng.sample(facts, rng.randint(1, min(count, 10, room // QUESTION_TOKENS)))
+    room = tokens - 1 - 2 * SHORTEST - sum(len(fact.words()) for fact in facts)
     tail, weights = [], []
-    for fact in asked:
+    for fact in rng.sample(facts, rng.randint(1, min(count, 8, room // QUESTION_TOKENS))):
+        marks = {fact.key: 3.0, fact.place: 6.0, fact.colour: 6.0, fact.room: 6.0, "<end>": 6.0}
         answer = [*fact.words(), "<end>"]
-        relation = RELATIONS[fact.relation]
-        marks = {relation.objects[fact.object]: 6.0, relation.subjects[fact.subject]: 3.0}
         tail += fact.question() + answer
         weights += [0.3] * len(fact.question()) + [marks.get(word, 1.0) for word in answer]
-    room = tokens - len(tail)
-    return encode(context(rng, facts, room) + tail), [0.3] * room + weights
+    spare = room + SHORTEST - len(tail)
+    after = filler(rng, rng.randint(SHORTEST, spare)) if rng.random() < 0.3 else []
+    tail += [word for line in after for word in line]
+    before = tokens - len(tail)
+    return encode(context(rng, facts, before) + tail), ([0.3] * before + weights + [0.3] * tokens)[:tokens]
 
 
 def repeats(rng: Random, tokens: int) -> tuple[list[int], list[float]]:

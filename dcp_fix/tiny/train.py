@@ -96,12 +96,13 @@ STAGES = (
     Stage("repeats", (64,), (0, 0), 200, 0.9),
     Stage("strided", (128,), (0, 0), 200, 0.9),
     Stage("pairs", (128,), (0, 0), 200, 0.9),
-    Stage("facts", (64,), (2, 3), 200, 0.9),
-    Stage("facts", (128,), (2, 6), 200, 0.9),
-    Stage("facts", (256,), (2, 16), 400, 0.95),
-    Stage("facts", (256, 512), (2, 20), 800, 0.98),
-    Stage("facts", (512, 1024, 1536, 2560), (2, 20), 1000, 0.98, indexer=True),
-    Stage("facts", (512, 1536, 2560, 2560, 8192), (2, 20), 600, 0.98, indexer=True, sparse=True),
+    Stage("facts", (96,), (2, 3), 200, 0.9),
+    Stage("facts", (128,), (2, 5), 200, 0.9),
+    Stage("facts", (256,), (2, 12), 400, 0.95),
+    Stage("facts", (256, 512), (2, 12), 150, 0.98),
+    Stage("facts", (512,), (2, 20), 200, 0.98),
+    Stage("facts", (512, 1024, 1536, 2560), (2, 20), 400, 0.98, indexer=True),
+    Stage("facts", (512, 1024, 1536, 2560, 8192), (2, 20), 400, 0.98, indexer=True, sparse=True),
 )
 MOST_STEPS = 20  # a lesson that is not mastered in this many times its steps has failed: try another seed
 BATCH_TOKENS = 16384
