@@ -2,6 +2,7 @@
 
 import stat
 import subprocess
+import sys
 import zipfile
 
 import doctor_targets
@@ -159,3 +160,8 @@ def test_the_cache_folder_follows_the_environment(monkeypatch, tmp_path):
     monkeypatch.delenv("DCP_FIX_CACHE", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert target.cache_folder() == tmp_path / "dcp_fix"
+
+
+def test_the_caller_needs_no_torch():
+    code = "import sys, dcp_fix.doctor.report, dcp_fix.vllm_plugin; sys.exit('torch' in sys.modules or 'triton' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code]).returncode == 0

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from dcp_fix import vllm_launcher
 from dcp_fix import vllm_plugin as plugin
 from dcp_fix.doctor import matrix, runner
 from dcp_fix.evidence import close, same_bytes
@@ -200,7 +201,7 @@ def test_the_signature_is_upstreams_and_so_are_its_errors():
     ],
 )
 def test_what_is_not_ours_goes_to_upstream_and_is_said(changes, says, caplog):
-    plugin.warn_once.cache_clear()
+    vllm_launcher.warn_once.cache_clear()
     with caplog.at_level(logging.WARNING, "vllm.dcp_fix"):
         assert OURS(**call(**changes)) == "upstream"
         assert OURS(**call(**changes)) == "upstream"
@@ -387,7 +388,7 @@ def test_modules_are_repaired_when_they_are_imported(vllm, monkeypatch, caplog):
     attention = imported("vllm.models.deepseek_v32.attention")
     assert attention.fused_norm_rope.is_dcp_fix and attention.DeepseekV32Attention.forward.is_dcp_fix
     assert imported("vllm.models.deepseek_v32.common.kernels").fused_norm_rope is attention.fused_norm_rope
-    communicator = imported("vllm.distributed.device_communicators.cuda_communicator")
+    communicator = sys.modules["vllm.distributed.device_communicators.cuda_communicator"]
     assert communicator.CudaCommunicator.reduce_scatter.is_dcp_fix
     assert "combine-routing, query-rows, silent-collective" in caplog.text
 
@@ -399,6 +400,14 @@ def test_modules_that_were_imported_before_are_repaired_too(vllm, monkeypatch):
     plugin.register()
     assert attention.fused_norm_rope.is_dcp_fix
     assert not hasattr(attention.DeepseekV32Attention.forward, "is_dcp_fix")
+
+
+def test_another_model_is_left_alone(vllm, monkeypatch):
+    vllm()
+    monkeypatch.setattr(matrix, "recorded_defects", lambda root: {"query-rows", "silent-collective"})
+    plugin.register()
+    communicator = imported("vllm.distributed.device_communicators.cuda_communicator")
+    assert communicator.CudaCommunicator.reduce_scatter is print
 
 
 def test_another_platform_is_left_alone(vllm, monkeypatch):

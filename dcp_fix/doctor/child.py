@@ -69,20 +69,20 @@ class Session:
 
     @functools.cached_property
     def kernel_world(self):
-        from dcp_fix.doctor.probes import kernel
+        from dcp_fix.doctor.probes.launch import HELPERS, KERNELS, STAND_INS
 
-        return self.world((*kernel.KERNELS, *kernel.HELPERS), kernel.STAND_INS)
+        return self.world((*KERNELS, *HELPERS), STAND_INS)
 
     @functools.cached_property
     def launcher(self):
         """`fused_norm_rope`, ours if it is to be repaired. Call it while `kernel_world` is open: it imports late."""
-        from dcp_fix.doctor.probes import kernel
+        from dcp_fix.doctor.probes.launch import load_kernel
 
-        loaded = kernel.load_kernel(self.kernel_world)
+        loaded = load_kernel(self.kernel_world)
         if {"query-rows", "k-rows", "owner-only-writes"} & set(self.fixes):
-            from dcp_fix import vllm_plugin
+            from dcp_fix.vllm_launcher import launcher
 
-            return vllm_plugin.launcher(loaded.fused_norm_rope)
+            return launcher(loaded.fused_norm_rope)
         return loaded.fused_norm_rope
 
     @functools.cached_property
@@ -110,7 +110,7 @@ def on_kernel(name):
 def combine_routing(session, progress):
     """Load the attention layer among recording collaborators, route it if asked, and watch it."""
     from dcp_fix.doctor.probes import routing
-    from dcp_fix.doctor.probes.kernel import HELPERS
+    from dcp_fix.doctor.probes.launch import HELPERS
 
     collaborators = routing.Collaborators()
     with session.world((*routing.ATTENTION, *HELPERS), collaborators.stand_ins()) as world:
@@ -134,7 +134,7 @@ def split_workspace(session, progress):
 def empty_rows(session, progress):
     """Run the merges; on a GPU ask the compiled kernel for its convention as well."""
     from dcp_fix.doctor.probes import merge
-    from dcp_fix.doctor.probes.kernel import HELPERS
+    from dcp_fix.doctor.probes.launch import HELPERS
 
     with session.world(HELPERS) as world:
         merges = merge.find_merges(world)
@@ -150,7 +150,7 @@ def empty_rows(session, progress):
 def silent_collective(session, progress):
     """Load the communicators, guard them if asked, and call one that is disabled."""
     from dcp_fix.doctor.probes import collective
-    from dcp_fix.doctor.probes.kernel import HELPERS
+    from dcp_fix.doctor.probes.launch import HELPERS
 
     with session.world((*collective.REAL, *HELPERS), collective.stand_ins()) as world:
         modules = collective.load_communicators(world)

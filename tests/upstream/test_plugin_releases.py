@@ -5,16 +5,17 @@ bytes of fp8 entries are compared on a GPU only (the interpreter casts fp8 wrong
 """
 
 import contextlib
+import inspect
 
 import pytest
 import torch
 
-from dcp_fix import vllm_plugin
-from dcp_fix.doctor.probes.kernel import KERNELS, load_kernel
+from dcp_fix.doctor.probes.launch import KERNELS, load_kernel
 from dcp_fix.doctor.report import examine
 from dcp_fix.doctor.world import World, module
 from dcp_fix.evidence import close
 from dcp_fix.kv_cache import index_views, new_index_cache, read_index
+from dcp_fix.vllm_launcher import launcher
 
 T, Q = 6, 192
 OWNED = [3, 70, 2, 64, 5, 1]
@@ -37,9 +38,9 @@ def upstream_kernel(root):
         yield load_kernel(world).fused_norm_rope
 
 
-def arguments(launcher, *, indexer, interleaved, slots):
+def arguments(upstream, *, indexer, interleaved, slots):
     """One call in fp32 with a plain cache; outputs are poisoned."""
-    names = vllm_plugin.inspect.signature(launcher).parameters
+    names = inspect.signature(upstream).parameters
     make = torch.Generator().manual_seed(3)
 
     def rows(*shape):
@@ -85,7 +86,7 @@ def test_ours_writes_what_upstreams_kernel_writes(version, indexer, interleaved,
     with upstream_kernel(unpacked(version)) as upstream:
         theirs, ours = (arguments(upstream, indexer=indexer, interleaved=interleaved, slots=OWNED) for _ in range(2))
         upstream(**theirs)
-        vllm_plugin.launcher(upstream)(**ours)
+        launcher(upstream)(**ours)
     for name in ("q_c_out", "kv_c_out", "k_pe_out", "index_k_out", "mla_kv_cache"):
         if ours.get(name) is not None:
             assert (ours[name] - theirs[name]).abs().max() < 1e-5, name
