@@ -124,6 +124,30 @@ def verify(
 
 
 @app.command()
+def multi_gpu(
+    device: Annotated[Literal["cuda", "cpu"], typer.Option(help="cuda: NCCL between GPUs. cpu: gloo.")] = "cuda",
+    ranks: Annotated[
+        int | None, typer.Option(min=1, help="Processes, a power of two; without it, as many as there are GPUs.")
+    ] = None,
+    classes: Annotated[str, typer.Option(help="Prompt classes.")] = "512,1536,1024+1536,8192",
+    prompts: Annotated[int, typer.Option(min=1, help="Prompts in each class.")] = 1,
+    record: Annotated[
+        Path | None, typer.Option(dir_okay=False, callback=in_a_folder, help="Write the evidence to this file.")
+    ] = None,
+    part: Annotated[str | None, typer.Option(hidden=True)] = None,
+    out: Annotated[Path | None, typer.Option(hidden=True)] = None,
+) -> None:
+    """Prove it on this host's GPUs: ladder, every DCP size, CUDA graphs, times of the combine, workspace; one record.
+
+    Exit status: 0 all is as it should be, 1 it is not, 2 bad input, more if a rank fails.
+    """
+    from dcp_fix import multi_gpu as script
+
+    plan = script.Plan(device, ranks or script.most_ranks(device), tuple(classes.split(",")), prompts)
+    raise typer.Exit(script.main(plan, record, part, out))
+
+
+@app.command()
 def doctor(
     targets: Annotated[
         list[Path] | None,
