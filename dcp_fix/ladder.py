@@ -94,7 +94,7 @@ class Row:
         return sum(answer.first_difference is None for answer in self.answers)
 
 
-def run(setup: Setup, prompts: int = 1, classes=CLASSES, rungs=RUNGS, progress: Callable | None = None) -> list[Row]:
+def run(setup: Setup, prompts: int = 1, classes=CLASSES, rungs=None, progress: Callable | None = None) -> list[Row]:
     """Climb the ladder: first the DCP1 rows, one per class, then a row per rung and class, in that order.
 
     `progress(rung, prompt_class, done, total)` is called as rows of a prompt pass through layers.
@@ -102,7 +102,7 @@ def run(setup: Setup, prompts: int = 1, classes=CLASSES, rungs=RUNGS, progress: 
     asked = {name: corpus.prompts(name, prompts) for name in classes}
     reference = {name: generate(setup, REFERENCE, name, asked[name], progress)[0] for name in classes}
     rows = [row(REFERENCE, name, asked[name], reference[name], reference[name]) for name in classes]
-    for rung in rungs:
+    for rung in rungs or RUNGS:
         for name in classes:
             if rung in LONG_RUNGS.get(name, RUNGS):
                 generations, failure = generate(setup, rung, name, asked[name], progress)

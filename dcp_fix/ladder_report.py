@@ -7,12 +7,18 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-HEAD = 44  # characters of an answer that a row shows
+SHA_HEAD = 8  # hexadecimal digits of a digest that a row shows
+HEADER = ("rung", "tokens", "answer", "right", "= DCP1", "share", "SHA256")
+ANSWER = HEADER.index("answer")
+TABLE_NOTE = "= DCP1: yes, or the first token that differs. share: of the commonest token, which measures no repair."
+WIDTH = 120  # of the printed ladder where no terminal says otherwise
 MEMORY = {
     "previous": "another request's rows",
     "zeros": "zeros",
@@ -40,47 +46,52 @@ def progress() -> Iterator[Callable[[str, str, int, int], None]]:
 
 def show(rows, prompts: int, setup, ok: bool) -> None:
     """Print the whole ladder on standard output."""
-    console = Console(width=None if sys.stdout.isatty() else 160, highlight=False)
-    console.print(f"TP{setup.tp}/DCP{setup.dcp} against TP{setup.tp}/DCP1 on {setup.device}. ", end="")
-    console.print(f"Memory that a broken kernel leaves unwritten holds {MEMORY[setup.stale]}.\n")
+    console = Console(width=None if sys.stdout.isatty() else WIDTH, highlight=False, markup=False)
+    say = partial(console.print, soft_wrap=True)
+    say(f"TP{setup.tp}/DCP{setup.dcp} against TP{setup.tp}/DCP1 on {setup.device}.")
+    say(f"Rows that a broken kernel leaves unwritten hold {MEMORY[setup.stale]}.\n")
     for row in rows:
         if row.rung == "DCP1":
-            console.print(f"DCP1, {row.prompt_class} tokens: {row.answers[0].text}", markup=False)
-    console.print()
-    console.print(table(rows, prompts))
-    console.print(verdict(rows, prompts, setup, ok), style="green" if ok else "red")
-
-
-def table(rows, prompts: int) -> Table:
-    """One line per rung and class: the first prompt's answer, and how many of all prompts are right and equal."""
-    grid = Table()
-    for name in ("rung", "tokens", "answer", "right", "equal to DCP1", "commonest", "SHA256 of the tokens"):
-        grid.add_column(name, no_wrap=name != "answer")
-    last = None
+            say(f"DCP1, {row.prompt_class} tokens: {row.answers[0].text}")
+    console.print(table(rows, prompts, console.width))
+    say(TABLE_NOTE)
     for row in rows:
-        if last not in (None, row.rung):
+        if row.failure:
+            say(f"No answer at {row.rung}, {row.prompt_class} tokens: {row.failure}.")
+    say(f"\n{verdict(rows, prompts, setup, ok)}", style="green" if ok else "red")
+
+
+def table(rows, prompts: int, width: int) -> Table:
+    """One line per rung and class: the first prompt's answer, and how many of all prompts are right and equal."""
+    lines = [(row.rung, row.prompt_class, *cells(row, prompts)) for row in rows]
+    widths = [max(map(len, column)) for column in zip(HEADER, *lines, strict=True)]
+    widths[ANSWER] = max(len(HEADER[ANSWER]), width - sum(w + 2 for i, w in enumerate(widths) if i != ANSWER) - 3)
+    grid = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for name, wide in zip(HEADER, widths, strict=True):
+        grid.add_column(name, no_wrap=True, overflow="ellipsis", width=wide)
+    last = None
+    for rung, *rest in lines:
+        if last not in (None, rung):
             grid.add_section()
-        grid.add_row("" if row.rung == last else row.rung, row.prompt_class, *cells(row, prompts))
-        last = row.rung
+        grid.add_row("" if rung == last else rung, *rest)
+        last = rung
     return grid
 
 
 def cells(row, prompts: int) -> tuple[str, ...]:
-    """Columns from the answer on."""
+    """Columns from the answer on. Without an answer, why there is none."""
     if row.failure:
-        return row.failure, "no", "no answer", "", ""
+        return f"none: {row.failure}", "no", "no", "", ""
     first = row.answers[0]
-    right, equal = ("yes" if first.right else "no"), equality(row)
+    right, equal = ("yes" if first.right else "no"), equality(first.first_difference)
     if prompts > 1:
-        right, equal = f"{row.right}/{prompts}", f"{row.equal}/{prompts}"
-    text = first.text if len(first.text) <= HEAD else first.text[: HEAD - 3] + "..."
-    return text, right, equal, f"{first.commonest_share:.0%}", first.sha256[:16]
+        right, equal = f"{row.right} of {prompts}", f"{row.equal} of {prompts}"
+    return first.text, right, equal, f"{first.commonest_share:.0%}", first.sha256[:SHA_HEAD]
 
 
-def equality(row) -> str:
-    """`yes`, or where the first prompt's tokens part from DCP1's."""
-    first = row.answers[0].first_difference
-    return "yes" if first is None else f"differs at token {first}"
+def equality(first_difference: int | None) -> str:
+    """`yes`, or the index of the first token that is not DCP1's."""
+    return "yes" if first_difference is None else f"token {first_difference}"
 
 
 def verdict(rows, prompts: int, setup, ok: bool) -> str:
