@@ -27,7 +27,8 @@ NAMES = [
 ]  # fmt: skip
 STUDENT = FOLDER / "90_exercises_student.ipynb"
 BEATS = ("Predict", "Reproduce", "Look inside", "Fix", "Verify")
-STAGED = [name for name in NAMES if "02" <= name < "07"]
+PRESENT = [path.stem for path in regenerate.notebooks()]  # a missing one is one red test, not twenty
+STAGED = [name for name in PRESENT if "02" <= name < "07"]
 LARGEST = 600_000  # bytes of one notebook
 
 
@@ -58,7 +59,7 @@ def test_every_notebook_is_there_and_no_other():
     assert slides.notebooks() == regenerate.notebooks() and STUDENT.exists()
 
 
-@pytest.fixture(params=NAMES)
+@pytest.fixture(params=PRESENT)
 def notebook(request):
     return read(request.param)
 
@@ -73,7 +74,7 @@ def test_cells_ran_once_in_order_and_kept_their_outputs(notebook):
     assert not [out for cell in cells for out in cell.outputs if out.output_type == "error"]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", PRESENT)
 def test_nothing_in_the_file_changes_by_itself(name, tmp_path):
     regenerate.write(read(name), tmp_path / "again.ipynb")
     stored = (FOLDER / f"{name}.ipynb").read_bytes()
@@ -253,7 +254,7 @@ FETCHED = re.compile(r"""<script[^>]*src="https?:|<link[^>]*href="https?:|@impor
 
 def test_slides_carry_everything_they_need_and_the_notes(tmp_path):
     slides.main(tmp_path)
-    for name in NAMES:
+    for name in PRESENT:
         page = (tmp_path / f"{name}.slides.html").read_text()
         assert not FETCHED.findall(page) and '<aside class="notes">' in page
         for asset in re.findall(r'(?:src|href)="(reveal/[^"]+)"', page):
