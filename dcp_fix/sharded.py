@@ -194,7 +194,8 @@ class ShardedAttention:
         """Maps queries [rows, H, 576] to (out, lse) over the cache rows at `slots` [rows, K]."""
         cache = self.latent[layer.index]
         scale, plan = self.config.scale, self.batch.plan
-        return lambda q: attention.sparse_partial(q, cache, slots, scale, self.cache_format, self.kv_scale, plan)
+        kv_scale = None if self.kv_scale is None else FP8_SCALE  # as a number: reading the tensor would stall a stream
+        return lambda q: attention.sparse_partial(q, cache, slots, scale, self.cache_format, kv_scale, plan)
 
     def dense(self, layer: Layer, q_latent: Tensor, latent: Tensor, key: Tensor) -> Tensor:
         """Own heads over the cached context and every new row. -> [T, h, v]."""
