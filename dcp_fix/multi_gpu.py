@@ -91,17 +91,17 @@ def main(plan: Plan, record_path: Path | None = None, part: str | None = None, o
         return launch.rank_process(lambda: as_process(plan, part, out))
     for settings in (settings for name in plan.parts() for settings in plan.settings(name)):
         settings.check()
-    results = {}
+    results, rows, status = {}, [], 0
     for name, ranks in plan.parts().items():
         print(f"{name}: {ranks} ranks", file=sys.stderr, flush=True)
         status, results[name] = (0, as_threads(plan)) if name == "threads" else processes(plan, name)
         if status:
-            return status
-    rows = [row for name, result in results.items() for row in summary(name, plan.parts()[name], result)]
+            break
+        rows += summary(name, ranks, results[name])
     show(rows)
-    if record_path:
+    if status == 0 and record_path:
         record(record_path, machine.command_line(), {"parts": results, "summary": rows})
-    return 0 if all(row[-1] for row in rows) else launch.DIFFERS
+    return status or (0 if all(row[-1] for row in rows) else launch.DIFFERS)
 
 
 # --- parts ------------------------------------------------------------------------------------------------------------
