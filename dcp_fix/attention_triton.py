@@ -69,23 +69,13 @@ def _rows(
 
 
 @triton.jit
-def _attend(
-    q, q_token, q_head, packed, counts, out, lse, tokens, heads, topk, scale, value_scale,
+def _walk(
+    q, q_token, q_head, token, head, heads, packed, begin, end, scale, value_scale,
     latent, latent_block, rope, rope_block, scales, scales_block,
     BLOCK_SIZE: tl.constexpr, LATENT_ENTRY: tl.constexpr, ROPE_ENTRY: tl.constexpr, SCALES_ENTRY: tl.constexpr,
-    SPLITS: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_K: tl.constexpr, TYPE: tl.constexpr,
+    BLOCK_H: tl.constexpr, BLOCK_K: tl.constexpr, TYPE: tl.constexpr,
 ):  # fmt: skip
-    head_blocks = tl.cdiv(heads, BLOCK_H)
-    token = (tl.program_id(0) // head_blocks).to(tl.int64)
-    head = tl.program_id(0) % head_blocks * BLOCK_H + tl.arange(0, BLOCK_H)
-    split = tl.program_id(1)
-
-    # This program's piece of the packed slots: whole blocks, so that only the last piece has a ragged one.
-    count = tl.load(counts + token)
-    span = tl.cdiv(tl.cdiv(count, SPLITS), BLOCK_K) * BLOCK_K
-    begin = split * span
-    end = tl.minimum(count, begin + span)
-
+    """The partial of one token's heads [BLOCK_H] over its packed slots begin .. end - 1: out [BLOCK_H, 512], lse."""
     row = q + token * q_token + head[:, None] * q_head
     own = head[:, None] < heads
     q_latent = tl.load(row + tl.arange(0, _LATENT)[None, :], mask=own, other=0.0)
@@ -96,7 +86,7 @@ def _attend(
     acc = tl.zeros([BLOCK_H, _LATENT], tl.float32)
     for start in range(begin, end, BLOCK_K):
         place = start + tl.arange(0, BLOCK_K)
-        slot = tl.load(packed + token * topk + tl.minimum(place, end - 1)).to(tl.int64)
+        slot = tl.load(packed + tl.minimum(place, end - 1)).to(tl.int64)
         keys, rotated = _rows(
             slot, latent, latent_block, rope, rope_block, scales, scales_block,
             BLOCK_SIZE, BLOCK_K, LATENT_ENTRY, ROPE_ENTRY, SCALES_ENTRY, TYPE,
@@ -113,9 +103,33 @@ def _attend(
 
     empty = begin >= end  # the neutral element, selected: 0 / 0 is NaN
     result = tl.where(empty, 0.0, acc / total[:, None] * value_scale)
-    natural = tl.where(empty, float("-inf"), (top + tl.log2(total)) * _LN_2)
+    return result, tl.where(empty, float("-inf"), (top + tl.log2(total)) * _LN_2)
+
+
+@triton.jit
+def _attend(
+    q, q_token, q_head, packed, counts, out, lse, tokens, heads, topk, scale, value_scale,
+    latent, latent_block, rope, rope_block, scales, scales_block,
+    BLOCK_SIZE: tl.constexpr, LATENT_ENTRY: tl.constexpr, ROPE_ENTRY: tl.constexpr, SCALES_ENTRY: tl.constexpr,
+    SPLITS: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_K: tl.constexpr, TYPE: tl.constexpr,
+):  # fmt: skip
+    head_blocks = tl.cdiv(heads, BLOCK_H)
+    token = (tl.program_id(0) // head_blocks).to(tl.int64)
+    head = tl.program_id(0) % head_blocks * BLOCK_H + tl.arange(0, BLOCK_H)
+    split = tl.program_id(1)
+
+    # This program's piece of the packed slots: whole blocks, so that only the last piece has a ragged one.
+    count = tl.load(counts + token)
+    span = tl.cdiv(tl.cdiv(count, SPLITS), BLOCK_K) * BLOCK_K
+    begin = split * span
+    end = tl.minimum(count, begin + span)
+    result, natural = _walk(
+        q, q_token, q_head, token, head, heads, packed + token * topk, begin, end, scale, value_scale,
+        latent, latent_block, rope, rope_block, scales, scales_block,
+        BLOCK_SIZE, LATENT_ENTRY, ROPE_ENTRY, SCALES_ENTRY, BLOCK_H, BLOCK_K, TYPE,
+    )  # fmt: skip
     at = (split.to(tl.int64) * tokens + token) * heads + head
-    tl.store(out + at[:, None] * _LATENT + tl.arange(0, _LATENT)[None, :], result, mask=own)
+    tl.store(out + at[:, None] * _LATENT + tl.arange(0, _LATENT)[None, :], result, mask=head[:, None] < heads)
     tl.store(lse + at, natural, mask=head < heads)
 
 

@@ -33,7 +33,7 @@ class BlockPool:
     """
 
     def __init__(self, num_blocks: int, block_size: int, dcp_size: int) -> None:
-        self.block_size, self.dcp_size = block_size, dcp_size
+        self.num_blocks, self.block_size, self.dcp_size = num_blocks, block_size, dcp_size
         self.tokens_per_block = block_size * dcp_size
         self.idle: dict[int, bytes | None] = dict.fromkeys(range(num_blocks))  # block -> key, next to be reused first
         self.known: dict[bytes, int] = {}  # key -> block that holds this content

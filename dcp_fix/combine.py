@@ -24,7 +24,6 @@ import torch
 from dcp_fix.group import Group
 
 NEUTRAL = (0.0, float("-inf"))  # (out, lse) of no keys
-METHODS = ("ag_rs", "a2a")
 BASES = {"e": 1.0, "2": math.log(2.0)}  # natural logarithm = BASES[base] * logarithm in that base
 
 
@@ -89,6 +88,9 @@ def combine_a2a(out: torch.Tensor, lse: torch.Tensor, group: Group, result=None)
     return merged if result is None else result.copy_(merged)
 
 
+METHODS = {"ag_rs": combine_ag_rs, "a2a": combine_a2a}
+
+
 class CombineManager:
     """The query gather and the combine of one rank, with the buffers of small batches kept.
 
@@ -99,9 +101,11 @@ class CombineManager:
     `base` is the base of the lse that the attention kernel returns: "e" or "2".
     """
 
+    methods = METHODS
+
     def __init__(self, group: Group, method: str = "ag_rs", max_rows: int = 0, base: str = "e"):
-        if method not in METHODS:
-            raise ValueError(f"combine method {method!r} is not one of {', '.join(METHODS)}")
+        if method not in self.methods:
+            raise ValueError(f"combine method {method!r} is not one of {', '.join(self.methods)}")
         if base not in BASES:
             raise ValueError(f"lse base {base!r} is not one of {', '.join(map(repr, BASES))}")
         self.group, self.method, self.max_rows, self.base = group, method, max_rows, base
@@ -127,8 +131,7 @@ class CombineManager:
                 f"got out {list(out.shape)} and lse {list(lse.shape)}"
             )
         result = self._direct("out", out, (tokens, heads // self.group.size, width), torch.float32, decode_only)
-        combine = combine_ag_rs if self.method == "ag_rs" else combine_a2a
-        return combine(out, to_natural(lse, self.base), self.group, result)
+        return self.methods[self.method](out, to_natural(lse, self.base), self.group, result)
 
     def _direct(self, name, like, shape, dtype, decode_only):
         """The workspace's first rows, or None where the plain collective allocates."""

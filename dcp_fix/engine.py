@@ -19,10 +19,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from dcp_fix.blocks import BlockPool
 from dcp_fix.decode_step import DecodeStep
 from dcp_fix.errors import UserError
 from dcp_fix.evidence import digest
+from dcp_fix.exact import CLASSES
+from dcp_fix.exact_attention import METHODS as EXACT
+from dcp_fix.exact_attention import ExactAttention
 from dcp_fix.group import Group
 from dcp_fix.kv_cache import BLOCK, LATENT, ROPE, check_format
 from dcp_fix.model import Model
@@ -58,8 +60,9 @@ class Engine:
 
     `max_length` tokens (prompt and answer) fit into the cache. `ops` swaps in historical steps, `stale` says what
     unwritten scratch memory holds (scratch.py), `workspace_budget` is in bytes. `static_decode`: decode steps run in
-    fixed memory, on a GPU as one CUDA graph (decode_step.py). Raises UserError for sizes that do not divide, a length
-    that the checkpoint does not know, an unknown device or cache format.
+    fixed memory, on a GPU as one CUDA graph (decode_step.py). `combine`: "ag_rs", "a2a", or "exact" for the same logits
+    in every bit whatever `dcp_size` is, for sizes that divide `classes` (exact_attention.py). Raises UserError for
+    sizes that do not divide, a length that the checkpoint does not know, an unknown device or cache format.
     """
 
     def __init__(
@@ -67,6 +70,7 @@ class Engine:
         cache_format: str = "fp8_ds_mla", combine: str = "ag_rs", ops: Ops | None = None, stale: str = "previous",
         workspace_budget: int = GIB, max_batch_tokens: int = 8192, max_length: int = 8192,
         device: torch.device | str = "cpu", dtype: torch.dtype | None = None, static_decode: bool = False,
+        classes: int = CLASSES,
     ) -> None:  # fmt: skip
         device = resolve_device(device)
         dtype = dtype or default_dtype(device)
@@ -79,17 +83,17 @@ class Engine:
         self.config, self.group, self.device = config, group, device
         self.max_batch_tokens, self.max_length = max_batch_tokens, max_length
         dcp = group.subgroup(dcp_size)
-        blocks = -(-max_length // (BLOCK * dcp_size))
-        self.pool = BlockPool(blocks, BLOCK, dcp_size)
+        attention, own = (ExactAttention, {"classes": classes}) if combine in EXACT else (ShardedAttention, {})
+        self.pool = attention.pool(max_length, dcp_size, **own)
         rows = min(max_batch_tokens, max_length)
         widths = {"q": config.q_lora_rank, "kv": LATENT, "k_pe": ROPE}
-        self.attention = ShardedAttention(
-            config, self.model.layers[0].heads, dcp, num_blocks=blocks, interleave=interleave,
+        self.attention = attention(
+            config, self.model.layers[0].heads, dcp, num_blocks=self.pool.num_blocks, interleave=interleave,
             cache_format=cache_format, combine=combine, ops=ops or Ops(),
             scratch=Scratch(widths, rows, stale, device, dtype),
-            workspace_budget=workspace_budget, max_batch_tokens=rows, share=sharing(group, dcp),
+            workspace_budget=workspace_budget, max_batch_tokens=rows, share=sharing(group, dcp), **own,
         )  # fmt: skip
-        self.step = DecodeStep(self.attention, self.logits, blocks, group) if static_decode else None
+        self.step = DecodeStep(self.attention, self.logits, self.pool.num_blocks, group) if static_decode else None
 
     @torch.inference_mode()
     def generate(

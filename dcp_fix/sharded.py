@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from dcp_fix import attention, indexer, workspace
+from dcp_fix.blocks import BlockPool
 from dcp_fix.combine import CombineManager, attend_routed
 from dcp_fix.group import Group
 from dcp_fix.kv_cache import BLOCK, LATENT, ROPE, new_index_cache, new_latent_cache, read_index, read_latent
@@ -61,12 +62,6 @@ class Batch:
     decode: bool
     plan: workspace.Plan | None  # of the sparse path; None for a dense prefill
 
-    @property
-    def pieces(self) -> list[slice]:
-        """Rows that go through the sparse path at once: the plan's chunks, cut to ROUTE_ROWS."""
-        firsts = [(i, chunk.stop) for chunk in self.plan.chunks() for i in range(chunk.start, chunk.stop, ROUTE_ROWS)]
-        return [slice(first, min(first + ROUTE_ROWS, stop)) for first, stop in firsts]
-
 
 class ShardedAttention:
     """One rank's caches, buffers and attention. Call `begin` for a batch, then once per layer in order."""
@@ -92,6 +87,11 @@ class ShardedAttention:
         )
         self.batch: Batch | None = None
         self.advance: Callable[[int], None] = lambda rows: None
+
+    @staticmethod
+    def pool(max_length: int, dcp_size: int) -> BlockPool:
+        """Blocks of a cache for `max_length` tokens."""
+        return BlockPool(-(-max_length // (BLOCK * dcp_size)), BLOCK, dcp_size)
 
     # --- a batch ------------------------------------------------------------------------------------------------------
 
@@ -182,17 +182,23 @@ class ShardedAttention:
     def sparse(self, layer: Layer, q_latent: Tensor) -> Tensor:
         """Every head of the group over the selected rows that lie here, combined over the group. -> [T, h, v]."""
         values = []
-        for rows in self.batch.pieces:
+        for rows in self.pieces(len(q_latent)):
             q = layer.absorb(*layer.queries(q_latent[rows], self.cos_sin[self.batch.positions[rows]]))  # [rows, h, 576]
-            slots = slots_of(self.localise(self.topk_indices[rows]), self.batch.table, BLOCK)  # [rows, K]
-            out = self.ops.route(q, self.attend(layer, slots), self.manager, self.batch.decode)  # [rows, h, 512]
+            attend = self.attend(layer, self.topk_indices[rows])
+            out = self.ops.route(q, attend, self.manager, self.batch.decode)  # [rows, h, 512]
             values.append(layer.unabsorb(out))
             self.advance(rows.stop - rows.start)
         return torch.cat(values)
 
-    def attend(self, layer: Layer, slots: Tensor) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
-        """Maps queries [rows, H, 576] to (out, lse) over the cache rows at `slots` [rows, K]."""
-        cache = self.latent[layer.index]
+    def pieces(self, tokens: int) -> list[slice]:
+        """Rows that go through the sparse path at once: the plan's chunks, cut to ROUTE_ROWS."""
+        chunks = self.batch.plan.chunks()
+        firsts = [(first, chunk.stop) for chunk in chunks for first in range(chunk.start, chunk.stop, ROUTE_ROWS)]
+        return [slice(first, min(first + ROUTE_ROWS, stop)) for first, stop in firsts]
+
+    def attend(self, layer: Layer, ids: Tensor) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
+        """Maps queries [rows, H, 576] to (out, lse) over those of the positions `ids` [rows, K] that lie here."""
+        cache, slots = self.latent[layer.index], slots_of(self.localise(ids), self.batch.table, BLOCK)
         scale, plan = self.config.scale, self.batch.plan
         kv_scale = None if self.kv_scale is None else FP8_SCALE  # as a number: reading the tensor would stall a stream
         return lambda q: attention.sparse_partial(q, cache, slots, scale, self.cache_format, kv_scale, plan)
