@@ -1,0 +1,99 @@
+"""The recorded runs of a folder, read alike whichever command wrote them: where each ran, what it says, its tokens.
+
+    for name, record in load_all(Path("records")).items():
+        print(name, hardware(record), *facts(record), sep="\\n")
+
+Known are the records of `dcp-fix reproduce`, `verify` and `multi-gpu`. What `facts` says of a run stays the same when
+the run is recorded again: verdicts, counts, whether bits are equal, bytes; never times, digests or ulps.
+
+It does not: run, judge or write anything (ladder.py, verify.py, multi_gpu.py, evidence.py).
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from dcp_fix import ladder, multi_gpu, verify
+from dcp_fix.evidence import load_record
+
+SHOWN = ("command", "commit", "created")  # what of a record differs from one recording to the next
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """A recorded answer of a run that should be right: DCP1, the last rung, or any size that `verify` ran."""
+
+    prompt_class: str
+    number: int
+    tokens: list[int]
+    sha256: str
+
+
+def load_all(*folders: Path | str) -> dict[str, dict]:
+    """Every record of the folders by its name, sorted. Raises UserError for a file that is no whole record."""
+    paths = [path for folder in folders for path in Path(folder).glob("*.json")]
+    return {path.stem: load_record(path) for path in sorted(paths, key=lambda path: path.stem)}
+
+
+def has_gpu(record: dict) -> bool:
+    """Whether the run happened on GPUs: a host that has some may be asked for its CPU alone."""
+    devices = [run["device"] for run in ladders(record)] + [run["settings"]["device"] for run in verifications(record)]
+    return bool(record["hardware"]["gpus"]) and any(device.startswith("cuda") for device in devices)
+
+
+def hardware(record: dict) -> str:
+    """`1 x NVIDIA H200`, or the CPU where no GPU took part."""
+    gpus = record["hardware"]["gpus"]
+    if not has_gpu(record):
+        return f"CPU, {record['hardware']['cpu']}"
+    return ", ".join(f"{gpus.count(name)} x {name}" for name in dict.fromkeys(gpus))
+
+
+def facts(record: dict) -> list[str]:
+    """A line per ladder, verification and workspace size."""
+    lines = [f"ladder, TP{run['tp']}: {run['verdict']}" for run in ladders(record)]
+    lines += [verification(run) for run in verifications(record)]
+    for part in parts(record):
+        lines += [": ".join(multi_gpu.workspace_row(row)[:2]) for row in part.get("workspace", ())]
+    return lines
+
+
+def verification(run: dict) -> str:
+    """One line."""
+    settings, identical = run["settings"], all(row["logits_identical"] for row in run["rows"])
+    graphs = ", CUDA graphs" if settings["cuda_graphs"] else ""
+    what = (
+        f"TP{settings['tp']}, DCP {verify.listed(settings['dcp'])}, {settings['combine']}{graphs}, {run['transport']}"
+    )
+    return f"{what}: {run['verdict']} Logits identical in every bit: {'yes' if identical else 'no'}"
+
+
+def parts(record: dict) -> list[dict]:
+    """The parts of a multi-gpu record; else the results as one part of that form."""
+    results = record["results"]
+    if "parts" in results:
+        return list(results["parts"].values())
+    return [{"verify": [results]} if "settings" in results else {"ladder": results}]
+
+
+def ladders(record: dict) -> list[dict]:
+    """What ladder_report.as_json wrote."""
+    return [part["ladder"] for part in parts(record) if "ladder" in part]
+
+
+def verifications(record: dict) -> list[dict]:
+    """What verify_report.as_json wrote."""
+    return [run for part in parts(record) for run in part.get("verify", ())]
+
+
+def healthy_answers(record: dict) -> list[Recorded]:
+    """The answers that any machine must reproduce token by token."""
+    found = []
+    for run in ladders(record):
+        for row in (row for row in run["rows"] if row["rung"] in (ladder.REFERENCE, ladder.LAST)):
+            found += [
+                Recorded(row["prompt_class"], number, answer["tokens"], answer["sha256"])
+                for number, answer in enumerate(row["answers"])
+            ]
+    for run in verifications(record):
+        found += [Recorded(row["prompt_class"], row["number"], row["tokens"], row["sha256"]) for row in run["rows"]]
+    return found

@@ -1,0 +1,145 @@
+"""Recorded runs: each committed record is whole, names nobody's machine, and holds tokens that a CPU computes today."""
+
+import copy
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from dcp_fix import evidence, ladder, ladder_report, recorded, verify, verify_report
+from dcp_fix.costs import workspace_peak
+from dcp_fix.engine import Generation
+from dcp_fix.errors import UserError
+from dcp_fix.model import Config
+from dcp_fix.tiny import corpus
+
+pytestmark = pytest.mark.timeout(120)
+FOLDERS = [Path(__file__).resolve().parent.parent / name for name in ("notebooks/records", "records")]
+RECORDS = recorded.load_all(*FOLDERS)
+COMPUTED = 2  # prompts of the class 512 that are answered here
+CPU = {"cpu": "x", "cores": 2, "gpus": [], "driver": None}
+TWO = CPU | {"gpus": ["NVIDIA H200"] * 2, "driver": "1"}
+
+
+# --- the committed records --------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def computed():
+    """Tokens of DCP1 and of the last rung, here and now: {rung: a list per prompt}."""
+    setup = ladder.load(corpus.CHECKPOINT, tp=4, dcp=4, stale="previous", device="cpu")
+    prompts = corpus.prompts("512", COMPUTED)
+    rungs = (ladder.REFERENCE, ladder.LAST)
+    return {rung: [a.tokens for a in ladder.generate(setup, rung, "512", prompts)[0]] for rung in rungs}
+
+
+def check(record, computed):
+    """The digests are those of the tokens, the tokens are the right answers and those of this CPU."""
+    answers = recorded.healthy_answers(record)
+    assert answers, "no answer in this record"
+    for name in {answer.prompt_class for answer in answers}:
+        of_class = [answer for answer in answers if answer.prompt_class == name]
+        prompts = corpus.prompts(name, 1 + max(answer.number for answer in of_class))
+        for answer in of_class:
+            assert answer.sha256 == evidence.digest(answer.tokens), f"{name} {answer.number}: not its tokens' digest"
+            assert answer.tokens == prompts[answer.number].answer, f"{name} {answer.number}: not the right answer"
+            if name == "512" and answer.number < COMPUTED:
+                assert all(tokens[answer.number] == answer.tokens for tokens in computed.values())
+
+
+@pytest.mark.parametrize("name", RECORDS)
+def test_a_committed_record_holds_what_a_cpu_computes(name, computed):
+    check(RECORDS[name], computed)
+    assert RECORDS[name]["commit"], "a record without a commit proves nothing about this code"
+    assert "/" not in RECORDS[name]["command"], "name the file in a command without its folder"
+    assert recorded.facts(RECORDS[name])
+
+
+# --- records of every kind, made without running anything -------------------------------------------------------------
+
+
+def ladder_results(device="cpu"):
+    """What `reproduce` writes if every rung answers one prompt rightly."""
+    setup = ladder.Setup(None, device=device)
+    (prompt,) = corpus.prompts("512", 1)
+    answered = [Generation(prompt.answer, corpus_logits(prompt.answer), 0)]
+    rows = [ladder.row(rung, "512", [prompt], answered, answered) for rung in (ladder.REFERENCE, *ladder.RUNGS)]
+    return ladder_report.as_json(rows, 1, setup, ladder.repaired(rows, 1))
+
+
+def corpus_logits(tokens):
+    """Logits [steps, vocabulary] whose largest are `tokens`."""
+    import torch
+
+    return torch.nn.functional.one_hot(torch.tensor(tokens), len(corpus.WORDS)).float()
+
+
+def verify_results(device="cpu", apart=0.0):
+    """What `verify` writes for one prompt at two sizes whose logits lie `apart`."""
+    settings = replace(verify.Settings(tp=2, dcp=(1, 2), classes=("512",)), device=device)
+    (prompt,) = corpus.prompts("512", 1)
+    logits = corpus_logits(prompt.answer)
+    runs = [
+        verify.Run(1, "512", 0, Generation(prompt.answer, logits, 0), []),
+        verify.Run(2, "512", 0, Generation(prompt.answer, logits + apart, 0), []),
+    ]
+    rows = verify.compare(runs, settings, Config.from_json(corpus.CHECKPOINT / "config.json"))
+    return verify_report.as_json(verify.Report(settings, "threads", ["x"], rows, []))
+
+
+def as_record(results, hardware=CPU):
+    return {"hardware": hardware, "results": results}
+
+
+def host(device="cuda"):
+    """What `multi-gpu` writes, as far as it is read here."""
+    import torch
+
+    part = {"ladder": ladder_results(device), "verify": [verify_results(device), verify_results(device, 1e-3)]}
+    return {"parts": {"threads": part | {"workspace": [workspace_peak(2048, torch.device("cpu"))]}}, "summary": []}
+
+
+def test_each_kind_of_record_says_what_it_holds():
+    assert [line.split(",")[0] for line in recorded.facts(as_record(ladder_results()))] == ["ladder"]
+    lines = recorded.facts(as_record(host(), TWO))
+    assert len(lines) == 4 and lines[0].startswith("ladder, TP4: ")
+    assert lines[1].endswith("every bit: yes") and lines[2].endswith("every bit: no")
+    assert lines[3].startswith("workspace, 2048 rows: ")
+    assert len(recorded.healthy_answers(as_record(host()))) == 2 + 2 * 2
+
+
+def test_facts_survive_a_second_recording():
+    again = copy.deepcopy(host())
+    for run in again["parts"]["threads"]["verify"]:
+        for row in run["rows"]:
+            row["ulps"] += 1.5
+    assert recorded.facts(as_record(again, TWO)) == recorded.facts(as_record(host(), TWO))
+
+
+def test_hardware_counts_gpus_only_where_they_took_part():
+    assert recorded.hardware(as_record(verify_results("cuda"), TWO)) == "2 x NVIDIA H200"
+    assert recorded.hardware(as_record(verify_results("cpu"), TWO)) == "CPU, x"
+    assert recorded.hardware(as_record(ladder_results(), CPU)) == "CPU, x"
+    assert recorded.has_gpu(as_record(host(), TWO)) and not recorded.has_gpu(as_record(host("cpu"), TWO))
+
+
+@pytest.mark.parametrize("results", [ladder_results, verify_results, host])
+def test_a_record_with_one_other_token_is_caught(results, computed):
+    made = as_record(results())
+    check(made, computed)
+    other = copy.deepcopy(made)
+    tokens = recorded.healthy_answers(other)[-1].tokens  # the list in the record itself
+    tokens[0] += 1
+    with pytest.raises(AssertionError, match="not its tokens' digest"):
+        check(other, computed)
+    with pytest.raises(AssertionError, match="no answer"):
+        check(as_record({"rows": []}), computed)
+
+
+def test_a_folder_is_read_in_the_order_of_names(tmp_path):
+    for name in ("b", "a"):
+        evidence.record(tmp_path / f"{name}.json", "dcp-fix reproduce", ladder_results())
+    assert list(recorded.load_all(tmp_path)) == ["a", "b"] and recorded.load_all(tmp_path / "none") == {}
+    (tmp_path / "c.json").write_text("{")
+    with pytest.raises(UserError, match="not a whole JSON file"):
+        recorded.load_all(tmp_path)
