@@ -10,7 +10,7 @@ exact.py makes attention independent of D. What else in a batch would know D, an
                      at ROUTE_ROWS alone; the workspace budget streams the leaves inside a piece (exact.plan).
     splits           of a class on a GPU: from tokens, local heads and classes, never from the gathered heads
     everything else  is the same work at every D: projections, dense prefill (the gathered context is the same bytes),
-                     the indexer, fp8 codes (quantised row by row), the sum over TP ranks
+                     the indexer, norms and fp8 codes (row by row, whichever rows are owned), the sum over TP ranks
 
 The KV cache stays sharded, each row on one rank. Bits may differ between TP sizes, interleaves and values of C.
 
@@ -72,14 +72,14 @@ class ExactAttention(ShardedAttention):
     """ShardedAttention with D-independent bits. `classes` is C."""
 
     def __init__(self, config, heads: int, dcp: Group, *, combine: str, classes: int, **options) -> None:
-        exact.check_classes(classes, dcp.size)
         super().__init__(config, heads, dcp, combine=next(iter(CombineManager.methods)), **options)
         self.classes = classes
         self.manager = ExactManager(dcp, combine, DIRECT_ROWS)
 
     @staticmethod
     def pool(max_length: int, dcp_size: int, classes: int) -> RunPool:
-        """Blocks of a cache for `max_length` tokens."""
+        """Blocks of a cache for `max_length` tokens. Raises UserError for a DCP size that does not divide C."""
+        exact.check_classes(classes, dcp_size)
         run = classes // dcp_size
         return RunPool(-(-max_length // (BLOCK * classes)) * run, BLOCK, dcp_size, run)
 

@@ -9,9 +9,9 @@ head goes through tensor-core tiles of one shape; in which row of the tile it li
 do the other heads there. The classes take the place of splits, so the grid is no smaller than the ordinary one, and a
 class is split further only as exact.plan says.
 
-The same pair of nodes is merged inside a rank under one D and between ranks under the next, by code compiled for another
-P; the same leaf is computed for another number of heads. So no kernel is specialised for what depends on D
-(do_not_specialize), and products are not fused into sums (enable_fp_fusion=False), which would be the compiler's choice.
+The same pair of nodes is merged inside a rank under one D and between ranks under the next, by code compiled for
+another P; the same leaf is computed among another number of heads. So no kernel is specialised for what depends on D
+(do_not_specialize), and products are not fused into sums (enable_fp_fusion=False): that is the compiler's choice else.
 
 TRITON_INTERPRET=1 must be set before this module is imported; the interpreter is only to be trusted with fp32 queries.
 Not here: merging the classes of a rank inside the attention kernel, which would save writing C / D partials.
