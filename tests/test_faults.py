@@ -26,9 +26,9 @@ from dcp_fix.tiny import corpus
 from dcp_fix.torch_group import joined
 from dcp_fix.watch import BEAT_S, STOPPED
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(200)
 ROOT = Path(__file__).resolve().parent.parent
-QUICK = 8.0  # seconds from the start of the processes, of which most is the machine's load
+QUICK = 20.0  # seconds; told or found, it takes 3 at most, but the machine may be busy. Untold it takes 30 or more
 
 
 def ones(group):
@@ -82,7 +82,7 @@ def test_a_rank_that_is_killed_or_stopped_is_named(number):
 
     def wake(processes, servers):
         if number == signal.SIGSTOP:
-            processes[0].join(20)
+            processes[0].join(60)
             os.kill(processes[1].pid, signal.SIGKILL)
 
     ranks = run_ranks(2, dies, number, silence=2.0, meanwhile=wake)
@@ -90,13 +90,13 @@ def test_a_rank_that_is_killed_or_stopped_is_named(number):
     assert re.match(
         r"GroupError: rank 1 of 2 has given no sign of life for 2 s: .* came from all_reduce", ranks[0].error
     )
-    assert ranks[0].seconds < QUICK + 3
+    assert ranks[0].seconds < QUICK
 
 
 def hangs(group):
     ones(group)
     if group.rank == 1:
-        time.sleep(60)
+        time.sleep(90)
     return ones(group)
 
 
@@ -105,7 +105,7 @@ def test_a_rank_that_hangs_is_named_and_ended():
     message = r"GroupError: rank 1 of 3 did not reach the others within 1 s: it is still at all_reduce of float32 \[2\]"
     assert re.match(message, ranks[0].error) and re.match(message, ranks[2].error)
     assert (ranks[1].error, ranks[1].status) == (None, STOPPED)  # asleep, so it could not raise
-    assert max(rank.seconds for rank in ranks) < QUICK + 3
+    assert max(rank.seconds for rank in ranks) < QUICK
 
 
 def differs(group):
@@ -121,19 +121,18 @@ def test_different_collectives_are_listed():
 
 
 def waits(group):
-    time.sleep(60)
+    time.sleep(90)
 
 
 def test_without_its_launcher_no_rank_stays():
     """The store lives in the launcher."""
 
     def end_launcher(processes, servers):
-        time.sleep(2)
         servers.clear()
 
     ranks = run_ranks(2, waits, grace=1.0, meanwhile=end_launcher)
     assert [rank.status for rank in ranks] == [STOPPED] * 2
-    assert max(rank.seconds for rank in ranks) < QUICK + 3
+    assert max(rank.seconds for rank in ranks) < QUICK
 
 
 def comes_or_not(comes):
@@ -219,7 +218,7 @@ def running(tmp_path):
     launcher.kill()
 
 
-def wait_until(condition, limit=60.0):
+def wait_until(condition, limit=90.0):
     deadline = time.monotonic() + limit
     while not condition():
         assert time.monotonic() < deadline
@@ -246,8 +245,8 @@ def assert_all_gone(ranks, log, limit):
 def test_a_killed_rank_ends_the_run_and_leaves_no_record(running):
     launcher, ranks, log = running
     os.kill(ranks[1], signal.SIGKILL)
-    assert launcher.wait(20) == 128 + signal.SIGKILL
-    assert_all_gone(ranks, log, 0.1)
+    assert launcher.wait(40) == 128 + signal.SIGKILL
+    assert_all_gone(ranks, log, 2)
     assert "error: rank 1 of 2 was killed by SIGKILL" in log.read_text()
     assert "rank 0 stops: rank 1 of 2 was killed by SIGKILL" in log.read_text()
 
@@ -255,27 +254,27 @@ def test_a_killed_rank_ends_the_run_and_leaves_no_record(running):
 def test_ctrl_c_ends_every_rank(running):
     launcher, ranks, log = running
     launcher.send_signal(signal.SIGINT)
-    assert launcher.wait(10) == 128 + signal.SIGINT
-    assert_all_gone(ranks, log, 0.1)
+    assert launcher.wait(40) == 128 + signal.SIGINT
+    assert_all_gone(ranks, log, 2)
     assert "interrupted" in log.read_text() and "Traceback" not in log.read_text()
 
 
 def test_termination_ends_even_ranks_that_ignore_it():
     stubborn = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('ready', flush=True); "
     code = f"import sys; from dcp_fix.launch import launch; sys.exit(launch([sys.executable, '-c', {stubborn!r} "
-    code += "'time.sleep(60)'], 2))"
+    code += "'time.sleep(90)'], 2))"
     launcher = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True)
     assert [launcher.stdout.readline() for _ in range(2)] == ["ready\n"] * 2
     ranks = children(launcher.pid)
     launcher.terminate()
-    assert launcher.wait(10) == 128 + signal.SIGINT
+    assert launcher.wait(40) == 128 + signal.SIGINT
     assert len(ranks) == 2 and not any(map(alive, ranks))
 
 
 def test_a_killed_launcher_leaves_no_rank(running):
     launcher, ranks, log = running
     launcher.kill()
-    assert_all_gone(ranks, log, 15)
+    assert_all_gone(ranks, log, 30)
 
 
 def test_part_of_a_record_is_no_record(tmp_path):

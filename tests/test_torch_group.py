@@ -22,7 +22,7 @@ from dcp_fix.place import VARIABLES, Place
 from dcp_fix.torch_group import SMALL_BYTES, TorchGroup
 
 ROOT = Path(__file__).resolve().parent.parent
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(200)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.float8_e4m3fn, torch.bool)
 
 
@@ -176,7 +176,7 @@ def test_torchrun_on_two_hosts(tmp_path):
         command += ["-m", "dcp_fix", "verify", "--tp", "2", "--dcp", "1,2", "--classes", "512", "--record", str(record)]
         environment = os.environ | {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
         agents.append(subprocess.Popen(command, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True))
-    said = [agent.communicate(timeout=90)[1] for agent in agents]
+    said = [agent.communicate(timeout=150)[1] for agent in agents]
     assert [agent.returncode for agent in agents] == [0, 0], said
     rows = load_record(record)["results"]["rows"]
     threads = verify.as_threads(verify.Settings(tp=2, dcp=(1, 2), classes=("512",)))
