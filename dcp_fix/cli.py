@@ -94,7 +94,12 @@ def verify(
     ] = "1,2,4",
     classes: Annotated[str, typer.Option(help="Prompt classes.")] = "512,1536,1024+1536,8192",
     prompts: Annotated[int, typer.Option(min=1, help="Prompts in each class.")] = 1,
-    combine: Annotated[str, typer.Option(help="How partial outputs are combined: ag_rs or a2a.")] = "ag_rs",
+    combine: Annotated[
+        str, typer.Option(help="How partial outputs are combined: ag_rs, a2a, or exact for the same bits everywhere.")
+    ] = "ag_rs",
+    logits: Annotated[
+        bool, typer.Option("--logits", help="Demand identical logits as well, and print a digest for every step.")
+    ] = False,
     device: Annotated[str, typer.Option(help="cpu, or cuda for the Triton kernels.")] = "cpu",
     procs: Annotated[
         int | None, typer.Option(min=1, help="Start this many processes, one a rank; without it, ranks are threads.")
@@ -118,7 +123,7 @@ def verify(
     from dcp_fix import verify as verification
 
     settings = {"tp": tp, "prompts": prompts, "combine": combine, "device": device, "cuda_graphs": cuda_graphs}
-    settings |= {"dcp": numbers(dcp), "classes": tuple(classes.split(",")), "share_gpus": share_gpus}
+    settings |= {"logits": logits, "dcp": numbers(dcp), "classes": tuple(classes.split(",")), "share_gpus": share_gpus}
     settings |= {"checkpoint": checkpoint} if checkpoint else {}
     raise typer.Exit(verification.main(verification.Settings(**settings), procs, timeout, record))
 

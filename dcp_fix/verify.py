@@ -3,7 +3,7 @@
 Each prompt class is answered at every DCP size. The tokens must be identical, and the logits of every step close: the
 ordinary combine adds the same numbers in another order, and then an fp8 code of the cache may round the other way. How
 far they are apart is reported in units in the last place of the largest logit. A digest of every sublayer's output, of
-every batch, says where two runs part first.
+every batch, says where two runs part first. With `logits` they must be identical too, which only exact mode promises.
 
 The ranks are threads (LocalGroup) or processes (TorchGroup): with `procs` this module starts them itself, and under
 torchrun it finds that it is one of them. All ranks must come to the same numbers, and rank 0 alone writes the record,
@@ -11,6 +11,7 @@ after the last rank is done.
 
     dcp-fix verify --tp 4 --dcp 1,2,4                                      threads on a CPU
     dcp-fix verify --tp 4 --dcp 1,2,4 --procs 4 --device cuda --cuda-graphs
+    dcp-fix verify --tp 8 --dcp 1,2,4,8 --combine exact --logits           one digest per step, the same at every size
     torchrun --nproc-per-node 4 -m dcp_fix verify --tp 4 --dcp 1,4 --device cuda
 
 It does not: run a broken step (ladder.py), or judge whether an answer is right.
@@ -24,10 +25,11 @@ from pathlib import Path
 
 import torch
 
-from dcp_fix import combine, ladder, ladder_report, launch, machine, verify_report
+from dcp_fix import combine, exact, ladder, ladder_report, launch, machine, verify_report
 from dcp_fix.engine import Engine, Generation, default_dtype, resolve_device
 from dcp_fix.errors import UserError
 from dcp_fix.evidence import digest, first_difference, record, ulps_apart
+from dcp_fix.exact_attention import METHODS as EXACT
 from dcp_fix.group import TIMEOUT_S, Group, GroupError, LocalGroup
 from dcp_fix.model import Config, Model
 from dcp_fix.place import checkpoint_terms, code_terms, inside
@@ -36,6 +38,7 @@ from dcp_fix.tiny import corpus
 from dcp_fix.torch_group import joined
 
 CLASSES = tuple(corpus.CLASSES)
+COMBINES = (*combine.METHODS, *EXACT)
 LOGITS_APART = 0.05  # of the largest logit: beyond rounding. A merge that ignores the lse is further away
 NAME_BYTES = 64  # of a device's name, when the ranks tell each other theirs
 
@@ -53,6 +56,7 @@ class Settings:
     cuda_graphs: bool = False
     share_gpus: bool = False
     checkpoint: Path = corpus.CHECKPOINT
+    logits: bool = False
 
     def check(self) -> None:
         """Raise UserError for what cannot run, before anything is started."""
@@ -65,8 +69,11 @@ class Settings:
         for name in self.classes:
             if name not in CLASSES:
                 raise UserError(f"prompt class {name!r} is not one of {listed(CLASSES)}")
-        if self.combine not in combine.METHODS:
-            raise UserError(f"combine method {self.combine!r} is not one of {listed(combine.METHODS)}")
+        if self.combine not in COMBINES:
+            raise UserError(f"combine method {self.combine!r} is not one of {listed(COMBINES)}")
+        if self.combine in EXACT:
+            for size in self.dcp:
+                exact.check_classes(exact.CLASSES, size)
         device = resolve_device(self.device)
         if self.cuda_graphs and (device.type != "cuda" or self.share_gpus):
             raise UserError("--cuda-graphs needs --device cuda, and ranks that do not share a GPU through gloo")
@@ -128,9 +135,14 @@ class Report:
     odd_ranks: list[int]
 
     @property
+    def wrong(self) -> list[Row]:
+        """The runs that differ from the reference in what must be the same."""
+        return [row for row in self.rows if not row.same or (self.settings.logits and not row.logits_identical)]
+
+    @property
     def ok(self) -> bool:
         """Whether every rank and every DCP size gave the same answer."""
-        return not self.odd_ranks and all(row.same for row in self.rows)
+        return not self.odd_ranks and not self.wrong
 
 
 class Traced:

@@ -17,6 +17,8 @@ def show(report) -> None:
     graphs = ", decode steps as CUDA graphs" if settings.cuda_graphs else ""
     console.print(f"TP{settings.tp} on {place(report)}, ranks over {report.transport}, {settings.combine}{graphs}.\n")
     console.print(table(report))
+    if settings.logits:
+        console.print(steps(report))
     console.print(verdict(report), style="green" if report.ok else "red")
 
 
@@ -44,6 +46,22 @@ def table(report) -> Table:
     return grid
 
 
+def steps(report) -> Table:
+    """One line per class, prompt and step: the digest of the logits, and the DCP sizes that have it."""
+    grid = Table()
+    for name in ("tokens", "step", "SHA256 of the logits", "DCP"):
+        grid.add_column(name, no_wrap=True)
+    found = {}
+    for row in report.rows:
+        for step, digest in enumerate(row.logits):
+            found.setdefault((row.prompt_class, row.number, step, digest), []).append(str(row.dcp))
+    order = report.settings.classes.index
+    for key in sorted(found, key=lambda key: (order(key[0]), *key[1:3])):
+        name, _, step, digest = key
+        grid.add_row(name, str(step), digest[:16], ", ".join(found[key]))
+    return grid
+
+
 def logits(row) -> str:
     """How the logits compare."""
     return "identical" if row.logits_identical else f"{row.ulps:.3g} ulps ({row.apart:.1e}) apart"
@@ -53,10 +71,11 @@ def verdict(report) -> str:
     """The last line."""
     if report.odd_ranks:
         return f"Ranks {', '.join(map(str, report.odd_ranks))} computed other numbers than rank 0."
-    wrong = [row for row in report.rows if not row.same]
     sizes = ", ".join(f"DCP{size}" for size in report.settings.dcp)
-    if wrong:
-        return f"{len(wrong)} of {len(report.rows)} runs differ from DCP{report.settings.dcp[0]}."
+    if report.wrong:
+        return f"{len(report.wrong)} of {len(report.rows)} runs differ from DCP{report.settings.dcp[0]}."
+    if report.settings.logits:
+        return f"{sizes} give the same tokens and the same logits for every prompt and step, bit for bit."
     return f"{sizes} give the same tokens for every prompt, byte for byte."
 
 
