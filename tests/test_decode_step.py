@@ -39,9 +39,12 @@ def logits(model, tp, static, poison=False, **options):
     return LocalGroup.run(tp, rank)[0]
 
 
-@pytest.mark.parametrize("tp, dcp_size, interleave", [(1, 1, 1), (4, 1, 1), (2, 2, 1), (4, 2, 16), (8, 8, 1)])
-def test_fixed_memory_gives_the_same_bits_whatever_lies_beyond_the_live_rows(model, tp, dcp_size, interleave):
-    options = {"dcp_size": dcp_size, "interleave": interleave}
+@pytest.mark.parametrize(
+    "tp, dcp_size, interleave, combine",
+    [(1, 1, 1, "ag_rs"), (4, 1, 1, "a2a"), (2, 2, 1, "ag_rs"), (4, 2, 16, "exact"), (8, 8, 1, "ag_rs")],
+)
+def test_fixed_memory_gives_the_same_bits_whatever_lies_beyond_the_live_rows(model, tp, dcp_size, interleave, combine):
+    options = {"dcp_size": dcp_size, "interleave": interleave, "combine": combine}
     want = logits(model, tp, static=False, **options)
     assert same_bytes(logits(model, tp, static=True, poison=True, **options), want)
 

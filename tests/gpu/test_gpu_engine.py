@@ -84,9 +84,11 @@ def test_one_graph_serves_every_request_of_one_rank(model, cache_format):
     assert same_bytes(logits(model, SingleGroup(), True, poison=True, **options), want)
 
 
-@pytest.mark.parametrize("tp, dcp_size, interleave", [(2, 2, 1), (4, 2, 16), (8, 8, 1)])
-def test_one_graph_serves_all_ranks_of_one_stream(model, tp, dcp_size, interleave):
-    options = {"dcp_size": dcp_size, "interleave": interleave}
+@pytest.mark.parametrize(
+    "tp, dcp_size, interleave, combine", [(2, 2, 1, "ag_rs"), (4, 2, 16, "a2a"), (8, 8, 1, "ag_rs"), (4, 4, 1, "exact")]
+)
+def test_one_graph_serves_all_ranks_of_one_stream(model, tp, dcp_size, interleave, combine):
+    options = {"dcp_size": dcp_size, "interleave": interleave, "combine": combine}
     want, got = (
         LocalGroup.run(tp, lambda group: logits(model, group, static, static, **options), device="cuda")  # noqa: B023
         for static in (False, True)
