@@ -261,3 +261,13 @@ def test_a_setup_can_be_made_by_hand(folder, small):
     model = ladder.load(folder, 2, 2, "zeros", "cpu").model
     rows = ladder.run(Setup(model, tp=2, dcp=2), classes=("512",), rungs=(LAST,))
     assert [(row.rung, row.equal) for row in rows] == [(REFERENCE, 1), (LAST, 1)]
+
+
+def test_a_dense_prompt_that_survives_unwritten_keys_does_so_by_luck():
+    """README: prompt 14 is right over another request's rows, by a hair, and wrong over zeros."""
+    prompt = corpus.prompts("512", 15)[14:]
+    setups = {stale: ladder.load(corpus.CHECKPOINT, 4, 4, stale, "cpu") for stale in ("previous", "zeros")}
+    reference = ladder.generate(setups["zeros"], REFERENCE, "512", prompt)[0][0]
+    lucky, unlucky = (ladder.generate(setup, "+combine routing", "512", prompt)[0][0] for setup in setups.values())
+    assert lucky.tokens == reference.tokens == prompt[0].answer != unlucky.tokens
+    assert min(lucky.margins) < 0.5 and min(reference.margins) > 5
