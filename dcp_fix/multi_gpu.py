@@ -37,7 +37,8 @@ from dcp_fix.tiny import corpus
 from dcp_fix.torch_group import joined
 
 FEW = 4  # ranks of the threads and of the processes that share GPUs
-MOST = 16  # ranks: heads of the checkpoint
+MOST = 8  # ranks: DCP sizes that exact mode has classes for
+COMBINES = (*combine.METHODS, "exact")
 COMBINE_TOKENS = {"cuda": (1, 64, 1024, 8192), "cpu": (1, 64)}
 WORKSPACE_TOKENS = (2048, 8192, 32768)
 
@@ -59,14 +60,18 @@ class Plan:
         return parts | ({"shared": FEW} if self.device == "cuda" and self.ranks < FEW else {})
 
     def settings(self, part: str) -> list[verify.Settings]:
-        """The verifications of a part: each combine, decode steps plain and as CUDA graphs."""
+        """The verifications of a part: each combine, decode steps plain and as CUDA graphs; bits under exact."""
         tp, share = self.parts()[part], part == "shared"
         graphs = (False, True) if self.device == "cuda" and not share else (False,)
         common = verify.Settings(
             tp, divisors(tp), self.classes, self.prompts, device=self.device, share_gpus=share,
             checkpoint=self.checkpoint,
         )  # fmt: skip
-        return [replace(common, combine=method, cuda_graphs=graph) for method in combine.METHODS for graph in graphs]
+        return [
+            replace(common, combine=method, logits=method == "exact", cuda_graphs=graph)
+            for method in COMBINES
+            for graph in graphs
+        ]
 
 
 def most_ranks(device: str) -> int:
@@ -88,6 +93,8 @@ def main(plan: Plan, record_path: Path | None = None, part: str | None = None, o
     A process that launch.py started runs one rank of `part` and, on rank 0, leaves its results in `out`.
     """
     if inside():
+        if part is None:
+            raise UserError("multi-gpu starts its ranks itself: run it without torchrun, once per host")
         return launch.rank_process(lambda: as_process(plan, part, out))
     for settings in (settings for name in plan.parts() for settings in plan.settings(name)):
         settings.check()

@@ -34,7 +34,15 @@ def test_one_command_makes_one_record_and_a_short_table(done):
     assert set(record["results"]["parts"]) == {"threads", "processes"}
     assert record["command"].startswith("python -m dcp_fix multi-gpu --device cpu --ranks 2")
     assert all(ok for *_, ok in record["results"]["summary"])
-    for text in ("threads on", "processes, 2 ranks", "ladder", "DCP 1, 2: ag_rs", "DCP 1, 2: a2a", "workspace, 8192"):
+    for text in (
+        "threads on",
+        "processes, 2 ranks",
+        "ladder",
+        "DCP 1, 2: ag_rs",
+        "DCP 1, 2: a2a",
+        "DCP 1, 2: exact",
+        "workspace, 8192",
+    ):
         assert text in printed
     assert "combine, 64 tokens" in printed and "--part" not in json.dumps(record)
 
@@ -49,7 +57,11 @@ def test_real_ranks_climb_the_same_ladder(done):
 
 def test_verifications_over_gloo_have_the_digests_of_threads(done):
     reports = [done[1]["results"]["parts"][part]["verify"] for part in ("threads", "processes")]
-    assert [r["transport"] for r in reports[0] + reports[1]] == ["threads"] * 2 + ["gloo"] * 2
+    assert [r["transport"] for r in reports[0] + reports[1]] == ["threads"] * 3 + ["gloo"] * 3
+    assert (
+        all(row["logits_identical"] for row in reports[1][2]["rows"])
+        and not reports[1][0]["rows"][1]["logits_identical"]
+    )
     assert [r["rows"] for r in reports[0]] == [r["rows"] for r in reports[1]]
 
 
@@ -85,7 +97,9 @@ def test_the_parts_follow_from_the_number_of_gpus(monkeypatch, gpus, parts):
         settings = plan.settings(part)
         graphs = {s.cuda_graphs for s in settings}
         assert graphs == ({False} if part == "shared" else {False, True})
-        assert {s.combine for s in settings} == set(combine.METHODS) and {s.tp for s in settings} == {ranks}
+        assert {(s.combine, s.logits) for s in settings} == {("ag_rs", False), ("a2a", False), ("exact", True)} and {
+            s.tp for s in settings
+        } == {ranks}
         assert {s.dcp for s in settings} == {tuple(d for d in (1, 2, 4, 8) if d <= ranks)}
         assert {s.share_gpus for s in settings} == {part == "shared"} and settings[0].classes == verify.CLASSES
 
@@ -102,6 +116,13 @@ def test_a_part_that_fails_ends_it_without_a_record(monkeypatch, tmp_path, capsy
     monkeypatch.setattr(launch, "launch", lambda command, procs: 137)
     assert multi_gpu.main(Plan("cpu", 2, ("512",)), tmp_path / "r.json") == 137
     assert list(tmp_path.iterdir()) == [] and "kept on the screen" in capsys.readouterr().out
+
+
+def test_under_torchrun_it_refuses(monkeypatch):
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(UserError, match="run it without torchrun"):
+        multi_gpu.main(Plan("cpu", 2, ("512",)))
 
 
 def test_settings_that_cannot_run_are_refused_first(monkeypatch):
