@@ -201,6 +201,25 @@ def compare(
 
 
 @app.command()
+def bench(
+    device: Annotated[str, typer.Option(help="cuda, or cpu to try it.")] = "cuda",
+    tokens: Annotated[str, typer.Option(help="Requests that decode together.")] = "1,8,32,128",
+    contexts: Annotated[str, typer.Option(help="Tokens that each request has cached.")] = "8192,65536",
+    dcp: Annotated[str, typer.Option(help="DCP sizes, divisors of --tp.")] = "1,4",
+    tp: Annotated[int, typer.Option(min=1, help="Tensor-parallel size, over which 64 heads are shared.")] = 4,
+    topk: Annotated[int, typer.Option(min=1, help="Selected keys of a token.")] = 2048,
+    record: Annotated[
+        Path | None, typer.Option(dir_okay=False, callback=in_a_folder, help="Write the measurements to this file.")
+    ] = None,
+) -> None:
+    """Time one rank's decode attention, ordinary and exact, and count the bytes that it sends."""
+    from dcp_fix import bench as benchmark
+
+    sizes = (numbers(tokens), numbers(contexts), numbers(dcp))
+    raise typer.Exit(benchmark.main(device, *sizes, tp, topk=topk, record_path=record))
+
+
+@app.command()
 def train(
     out: Annotated[Path, typer.Argument(file_okay=False, help="Folder for config, weights and tokenizer.")],
     seed: Annotated[int, typer.Option(help="Seed of the weights and of the texts.")] = 0,

@@ -15,11 +15,11 @@ wanted. Every D cuts the same tree at another height; with C = 8:
 
 (Merging C partials in a row gives D-independent bits as well, but only if all of them are sent: C / D times the bytes.)
 
-A leaf must not know D either. The bits of a matrix product depend on its shape: 2 heads and 16 heads take different
-ways through BLAS. So a leaf is computed for the h heads of one rank at a time and for KEYS selected keys at a time, and
-nothing in these shapes knows D, how many tokens come together, or how many keys a class has. What is left to trust, and
-tested: products of one shape give the same bits wherever their operands lie in a batch, and exp and log give the same
-bits wherever an element stands.
+A leaf must not know D either. The bits of a matrix product depend on its shape, since 2 heads and 16 heads take
+different ways through BLAS, and in some libraries (OpenBLAS) on the row of one shape. So a leaf is computed for the h
+heads of one rank at a time and for KEYS selected keys at a time: a head and a key stand in the same row and column of
+the same shape whatever D is, how many tokens come together, or how many keys a class has. What is left to trust, and
+tested: a batch of products gives each the bits that it has alone, and exp and log do not care where an element stands.
 
 Shapes: T tokens, H heads of the group, h of one rank, K selected keys, n = C / D classes of a rank, P nodes.
 It does not: select keys (indexer.py has D-independent bits as it is), or give the same bits for two interleaves I: they

@@ -28,7 +28,7 @@ from dcp_fix.combine import CombineManager
 from dcp_fix.group import Group
 from dcp_fix.kv_cache import BLOCK
 from dcp_fix.model import Layer
-from dcp_fix.ownership import class_of, slots_of
+from dcp_fix.ownership import local_class, slots_of
 from dcp_fix.sharded import DIRECT_ROWS, FP8_SCALE, ROUTE_ROWS, ShardedAttention
 from dcp_fix.workspace import Plan
 
@@ -94,7 +94,7 @@ class ExactAttention(ShardedAttention):
     def attend(self, layer: Layer, ids: Tensor) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
         """Maps queries [rows, H, 576] to this rank's node over the cache rows of positions `ids` [rows, K]."""
         slots = slots_of(self.localise(ids), self.batch.table, BLOCK)
-        leaves = class_of(ids, self.classes, self.interleave) // self.dcp.size
+        leaves = local_class(ids, self.classes, self.dcp.size, self.interleave)
         cache, plan, classes = self.latent[layer.index], self.batch.plan, self.classes // self.dcp.size
         kv_scale = None if self.kv_scale is None else FP8_SCALE
         return lambda q: exact.node_partial(

@@ -5,13 +5,14 @@
     _merge_node     grid (T * H)                        P nodes of one head of one token into their common ancestor
 
 A leaf is the walk of attention_triton.py over the slots of one class. BLOCK_H and BLOCK_K are the same at every D, so a
-head goes through tensor-core tiles of one shape; in which row of the tile it lies depends on D and leaves no trace, nor
-do the other heads there. The classes take the place of splits, so the grid is no smaller than the ordinary one, and a
-class is split further only as exact.plan says.
+head goes through tensor-core tiles of one shape. In which row of a tile it lies depends on D; tensor cores compute rows
+alike, which the GPU tests check (products of numpy, and so the interpreter, do not). The classes take the place of
+splits, so the grid is no smaller than the ordinary one, and a class is split further only as exact.plan says.
 
-The same pair of nodes is merged inside a rank under one D and between ranks under the next, by code compiled for
-another P; the same leaf is computed among another number of heads. So no kernel is specialised for what depends on D
-(do_not_specialize), and products are not fused into sums (enable_fp_fusion=False): that is the compiler's choice else.
+A leaf is computed among another number of heads, tokens and classes under every D, so those are run-time numbers for
+which nothing is specialised (do_not_specialize): one compiled kernel serves them all. Merging is compiled for each P,
+and the same pair of nodes is merged inside a rank under one D and between ranks under the next, so products are not
+fused into sums (enable_fp_fusion=False): that would be the compiler's choice each time.
 
 TRITON_INTERPRET=1 must be set before this module is imported; the interpreter is only to be trusted with fp32 queries.
 Not here: merging the classes of a rank inside the attention kernel, which would save writing C / D partials.
@@ -27,39 +28,39 @@ from dcp_fix.kv_cache import LATENT
 HEADS = 64  # what every D asks the block sizes for
 
 
-@triton.jit
-def _pack_classes(slots, leaves, packed, ends, topk, CLASSES: tl.constexpr, BLOCK: tl.constexpr):
+@triton.jit(do_not_specialize=["classes"])
+def _pack_classes(slots, leaves, packed, ends, topk, classes, BLOCK: tl.constexpr):
     token = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     slot = tl.load(slots + token * topk + column, mask=column < topk, other=-1)
     leaf = tl.load(leaves + token * topk + column, mask=column < topk, other=-1)
     begin = 0
-    tl.store(ends + token * (CLASSES + 1), begin)
-    for own in range(CLASSES):
+    tl.store(ends + token * (classes + 1), begin)
+    for own in range(classes):
         mine = (slot >= 0) & (leaf == own)
         place = begin + tl.cumsum(mine.to(tl.int32), axis=0) - 1
         tl.store(packed + token * topk + place, slot.to(tl.int32), mask=mine)
         begin += tl.sum(mine.to(tl.int32), axis=0)
-        tl.store(ends + token * (CLASSES + 1) + own + 1, begin)
+        tl.store(ends + token * (classes + 1) + own + 1, begin)
 
 
-@triton.jit(do_not_specialize=["tokens", "heads"])
+@triton.jit(do_not_specialize=["tokens", "heads", "splits", "classes"])
 def _attend_leaf(
-    q, q_token, q_head, packed, ends, out, lse, tokens, heads, topk, scale, value_scale,
+    q, q_token, q_head, packed, ends, out, lse, tokens, heads, topk, splits, classes, scale, value_scale,
     latent, latent_block, rope, rope_block, scales, scales_block,
     BLOCK_SIZE: tl.constexpr, LATENT_ENTRY: tl.constexpr, ROPE_ENTRY: tl.constexpr, SCALES_ENTRY: tl.constexpr,
-    SPLITS: tl.constexpr, CLASSES: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_K: tl.constexpr, TYPE: tl.constexpr,
+    BLOCK_H: tl.constexpr, BLOCK_K: tl.constexpr, TYPE: tl.constexpr,
 ):  # fmt: skip
     head_blocks = tl.cdiv(heads, BLOCK_H)
     token = (tl.program_id(0) // head_blocks).to(tl.int64)
     head = tl.program_id(0) % head_blocks * BLOCK_H + tl.arange(0, BLOCK_H)
     node = tl.program_id(1)  # classes innermost
-    split, own = node // CLASSES, node % CLASSES
+    split, own = node // classes, node % classes
 
     # Counted from the start of the class, so that its blocks are the same wherever its slots lie in the row.
-    first = tl.load(ends + token * (CLASSES + 1) + own)
-    count = tl.load(ends + token * (CLASSES + 1) + own + 1) - first
-    span = tl.cdiv(tl.cdiv(count, SPLITS), BLOCK_K) * BLOCK_K
+    first = tl.load(ends + token * (classes + 1) + own)
+    count = tl.load(ends + token * (classes + 1) + own + 1) - first
+    span = tl.cdiv(tl.cdiv(count, splits), BLOCK_K) * BLOCK_K
     begin = split * span
     end = tl.minimum(count, begin + span)
     result, natural = _walk(
@@ -114,9 +115,8 @@ def leaf_partials_triton(q, kv, slots, leaves, classes, heads, scale, cache_form
     packed, ends = pack_classes(slots, leaves, classes)
     blocks, value_scale = block_sizes(HEADS, q.dtype), 1.0 if kv_scale is None else float(kv_scale)
     _attend_leaf[tokens * triton.cdiv(total, blocks["BLOCK_H"]), splits * classes](
-        q, q.stride(0), q.stride(1), packed, ends, out, lse, tokens, total, topk, scale * value_scale, value_scale,
-        **cache_arguments(kv, cache_format), SPLITS=splits, CLASSES=classes, TYPE=TYPES[q.dtype],
-        enable_fp_fusion=False, **blocks,
+        q, q.stride(0), q.stride(1), packed, ends, out, lse, tokens, total, topk, splits, classes, scale * value_scale,
+        value_scale, **cache_arguments(kv, cache_format), TYPE=TYPES[q.dtype], enable_fp_fusion=False, **blocks,
     )  # fmt: skip
     return out, lse
 
@@ -128,7 +128,7 @@ def pack_classes(slots: torch.Tensor, leaves: torch.Tensor, classes: int) -> tup
     (tokens, topk), slots, leaves = slots.shape, slots.contiguous(), leaves.contiguous()
     packed = torch.empty(tokens, topk, dtype=torch.int32, device=slots.device)
     ends = torch.empty(tokens, classes + 1, dtype=torch.int32, device=slots.device)
-    _pack_classes[(tokens,)](slots, leaves, packed, ends, topk, CLASSES=classes, BLOCK=triton.next_power_of_2(topk))
+    _pack_classes[(tokens,)](slots, leaves, packed, ends, topk, classes, BLOCK=triton.next_power_of_2(topk))
     return packed, ends
 
 

@@ -149,6 +149,16 @@ def class_of(position: int | Tensor, classes: int = 8, interleave: int = 1) -> i
     return owner(position, classes, interleave)
 
 
+def local_class(position: int | Tensor, classes: int, dcp_size: int, interleave: int = 1) -> int | Tensor:
+    """Which of its owner's `classes / dcp_size` canonical classes a position falls into, ascending: class_of // D.
+
+    >>> [(owner(p, 4), class_of(p), local_class(p, classes=8, dcp_size=4)) for p in (1, 5, 9)]
+    [(1, 1, 0), (1, 5, 1), (1, 1, 0)]
+    """
+    _check(dcp_size, interleave)
+    return class_of(position, classes, interleave) // dcp_size
+
+
 def chunk_local_lengths(context_length: int, dcp_size: int, interleave: int, chunk: int) -> list[list[int]]:
     """How many local rows each rank has in each chunk of at most `chunk` local rows: [chunks][D].
 
