@@ -15,8 +15,6 @@ from pathlib import Path
 from dcp_fix import ladder, multi_gpu, verify
 from dcp_fix.evidence import load_record
 
-SHOWN = ("command", "commit", "created")  # what of a record differs from one recording to the next
-
 
 @dataclass(frozen=True)
 class Recorded:
