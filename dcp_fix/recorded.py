@@ -3,8 +3,8 @@
     for name, record in load_all(Path("records")).items():
         print(name, hardware(record), *facts(record), sep="\\n")
 
-Known are the records of `dcp-fix reproduce`, `verify` and `multi-gpu`. What `facts` says of a run stays the same when
-the run is recorded again: verdicts, counts, whether bits are equal, bytes; never times, digests or ulps.
+Known are the records of `dcp-fix reproduce`, `verify`, `multi-gpu` and `bench`. What `facts` says of a run stays the
+same when the run is recorded again: verdicts, counts, whether bits are equal, bytes; never times, digests or ulps.
 
 It does not: run, judge or write anything (ladder.py, verify.py, multi_gpu.py, evidence.py).
 """
@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dcp_fix import ladder, multi_gpu, verify
+from dcp_fix.errors import UserError
 from dcp_fix.evidence import load_record
 
 
@@ -35,7 +36,8 @@ def load_all(*folders: Path | str) -> dict[str, dict]:
 def has_gpu(record: dict) -> bool:
     """Whether the run happened on GPUs: a host that has some may be asked for its CPU alone."""
     devices = [run["device"] for run in ladders(record)] + [run["settings"]["device"] for run in verifications(record)]
-    return bool(record["hardware"]["gpus"]) and any(device.startswith("cuda") for device in devices)
+    used = any(device.startswith("cuda") for device in devices) or any(run["graph"] for run in timings(record))
+    return used and bool(record["hardware"]["gpus"])
 
 
 def hardware(record: dict) -> str:
@@ -47,12 +49,12 @@ def hardware(record: dict) -> str:
 
 
 def facts(record: dict) -> list[str]:
-    """A line per ladder, verification and workspace size."""
+    """A line per ladder, verification, workspace size and set of timings."""
     lines = [f"ladder, TP{run['tp']}: {run['verdict']}" for run in ladders(record)]
     lines += [verification(run) for run in verifications(record)]
     for part in parts(record):
         lines += [": ".join(multi_gpu.workspace_row(row)[:2]) for row in part.get("workspace", ())]
-    return lines
+    return lines + [f"times: {len(run['rows'])} rows, ordinary and exact side by side" for run in timings(record)]
 
 
 def verification(run: dict) -> str:
@@ -66,11 +68,18 @@ def verification(run: dict) -> str:
 
 
 def parts(record: dict) -> list[dict]:
-    """The parts of a multi-gpu record; else the results as one part of that form."""
+    """The parts of a multi-gpu record; else the results as one part of that form. Raises UserError for another kind."""
     results = record["results"]
     if "parts" in results:
         return list(results["parts"].values())
-    return [{"verify": [results]} if "settings" in results else {"ladder": results}]
+    for field, part in (
+        ("repaired", {"ladder": results}),
+        ("settings", {"verify": [results]}),
+        ("graph", {"bench": results}),
+    ):
+        if field in results:
+            return [part]
+    raise UserError(f"a record with the results {', '.join(results) or 'of nothing'}: of no command that is known here")
 
 
 def ladders(record: dict) -> list[dict]:
@@ -81,6 +90,11 @@ def ladders(record: dict) -> list[dict]:
 def verifications(record: dict) -> list[dict]:
     """What verify_report.as_json wrote."""
     return [run for part in parts(record) for run in part.get("verify", ())]
+
+
+def timings(record: dict) -> list[dict]:
+    """What bench.py wrote."""
+    return [part["bench"] for part in parts(record) if "bench" in part]
 
 
 def healthy_answers(record: dict) -> list[Recorded]:

@@ -11,6 +11,7 @@ from dcp_fix.costs import workspace_peak
 from dcp_fix.engine import Generation
 from dcp_fix.errors import UserError
 from dcp_fix.model import Config
+from dcp_fix.place import checkpoint_terms
 from dcp_fix.tiny import corpus
 
 pytestmark = pytest.mark.timeout(120)
@@ -36,7 +37,7 @@ def computed():
 def check(record, computed):
     """The digests are those of the tokens, the tokens are the right answers and those of this CPU."""
     answers = recorded.healthy_answers(record)
-    assert answers, "no answer in this record"
+    assert answers or recorded.timings(record), "no answer in this record"
     for name in {answer.prompt_class for answer in answers}:
         of_class = [answer for answer in answers if answer.prompt_class == name]
         prompts = corpus.prompts(name, 1 + max(answer.number for answer in of_class))
@@ -45,6 +46,9 @@ def check(record, computed):
             assert answer.tokens == prompts[answer.number].answer, f"{name} {answer.number}: not the right answer"
             if name == "512" and answer.number < COMPUTED:
                 assert all(tokens[answer.number] == answer.tokens for tokens in computed.values())
+    for run in recorded.verifications(record):
+        told = {name: value for name, value in run["settings"].items() if name.startswith("checkpoint ")}
+        assert told == checkpoint_terms(corpus.CHECKPOINT), "of another checkpoint: record the run again"
 
 
 @pytest.mark.parametrize("name", RECORDS)
@@ -108,6 +112,17 @@ def test_each_kind_of_record_says_what_it_holds():
     assert len(recorded.healthy_answers(as_record(host()))) == 2 + 2 * 2
 
 
+def test_times_are_counted_and_not_shown():
+    timed = {"format": "fp8_ds_mla", "graph": True, "rows": [{"ms": 1.0}, {"ms": 2.0}]}
+    assert recorded.facts(as_record(timed, TWO)) == ["times: 2 rows, ordinary and exact side by side"]
+    assert recorded.has_gpu(as_record(timed, TWO)) and not recorded.has_gpu(as_record(timed | {"graph": False}, TWO))
+
+
+def test_a_record_of_an_unknown_command_is_refused():
+    with pytest.raises(UserError, match="results rows: of no command"):
+        recorded.facts(as_record({"rows": []}))
+
+
 def test_facts_survive_a_second_recording():
     again = copy.deepcopy(host())
     for run in again["parts"]["threads"]["verify"]:
@@ -133,7 +148,14 @@ def test_a_record_with_one_other_token_is_caught(results, computed):
     with pytest.raises(AssertionError, match="not its tokens' digest"):
         check(other, computed)
     with pytest.raises(AssertionError, match="no answer"):
-        check(as_record({"rows": []}), computed)
+        check(as_record({"parts": {}}), computed)
+
+
+def test_a_record_of_another_checkpoint_is_caught(computed):
+    made = as_record(verify_results())
+    made["results"]["settings"]["checkpoint config.json"] = "0" * 16
+    with pytest.raises(AssertionError, match="of another checkpoint"):
+        check(made, computed)
 
 
 def test_a_folder_is_read_in_the_order_of_names(tmp_path):
