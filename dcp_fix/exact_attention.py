@@ -96,7 +96,11 @@ class ExactAttention(ShardedAttention):
         slots = slots_of(self.localise(ids), self.batch.table, BLOCK)
         leaves = local_class(ids, self.classes, self.dcp.size, self.interleave)
         cache, plan, classes = self.latent[layer.index], self.batch.plan, self.classes // self.dcp.size
-        kv_scale = None if self.kv_scale is None else FP8_SCALE
+        kv_scale, heads = None if self.kv_scale is None else FP8_SCALE, self.group_heads(layer)
         return lambda q: exact.node_partial(
-            q, cache, slots, leaves, classes, self.heads, self.config.scale, self.cache_format, kv_scale, plan
+            q, cache, slots, leaves, classes, heads, self.config.scale, self.cache_format, kv_scale, plan
         )
+
+    def group_heads(self, layer: Layer) -> int:
+        """Heads that a leaf is computed for at a time."""
+        return layer.heads

@@ -5,6 +5,8 @@ fails the same comparison.
 """
 
 import doctest
+import re
+import sys
 from dataclasses import dataclass, replace
 from functools import partial
 from random import Random
@@ -16,7 +18,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from ranks import run_ranks
 
-from dcp_fix import combine, exact, exact_attention, exact_compare, sharded, workspace
+from dcp_fix import cli, combine, exact, exact_attention, exact_compare, launch, sharded, verify, workspace
 from dcp_fix.attention import sparse_partial_reference
 from dcp_fix.engine import Engine
 from dcp_fix.errors import UserError
@@ -380,6 +382,43 @@ def test_the_difference_in_numbers_and_a_token_that_flips(model):
     rows = {(row.combine, row.dcp): row for row in exact_compare.compare(tied, prompt, step + 1, dcp=(1, 8))}
     assert rows["a2a", 8].first_token == step and rows["exact", 8].first_token is None
     assert rows["exact", 8].digests == rows["exact", 1].digests
+
+
+def cells(told):
+    """The table of steps."""
+    table = told[told.index("SHA256 of the logits") :]
+    return [re.split(" *│ *", line)[1:-1] for line in table.splitlines() if line.startswith("│")]
+
+
+def test_verify_demands_equal_logits_and_prints_one_digest_per_step(capsys):
+    asked = verify.Settings(tp=2, dcp=(1, 2), classes=("512",), combine="exact", logits=True)
+    report = verify.as_threads(asked)
+    assert verify.finish(report, 0, None) == 0
+    told = capsys.readouterr().out
+    assert "the same logits for every prompt and step, bit for bit" in told
+    steps = report.rows[0].logits
+    assert cells(told) == [["512", str(step), digest[:16], "1, 2"] for step, digest in enumerate(steps)]
+    parted = [report.rows[0], replace(report.rows[1], logits=["f" * 64, *steps[1:]], logits_identical=False)]
+    parted = replace(report, rows=parted)
+    assert parted.rows[1].same and replace(parted, settings=replace(asked, logits=False)).ok
+    assert verify.finish(parted, 0, None) == launch.DIFFERS
+    told = capsys.readouterr().out
+    assert "1 of 2 runs differ from DCP1." in told
+    assert cells(told)[:2] == [["512", "0", steps[0][:16], "1"], ["512", "0", "f" * 16, "2"]]
+
+
+def test_verify_refuses_sizes_beyond_the_classes():
+    with pytest.raises(UserError, match="DCP size of 16 does not divide the 8 canonical classes"):
+        verify.Settings(tp=16, dcp=(1, 16), combine="exact").check()
+
+
+def test_the_command_passes_exact_and_logits_on(monkeypatch):
+    calls = []
+    monkeypatch.setattr(verify, "main", lambda *passed: calls.append(passed[0]) or 0)
+    monkeypatch.setattr(sys, "argv", "dcp-fix verify --combine exact --tp 8 --dcp 1,2,4,8 --logits".split())
+    with pytest.raises(SystemExit):
+        cli.main()
+    assert calls == [verify.Settings(tp=8, dcp=SIZES, combine="exact", logits=True)]
 
 
 def test_no_near_tie_without_other_bits(model):
