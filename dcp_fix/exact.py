@@ -98,15 +98,16 @@ def node_partial(
     attention.sparse_partial, with `leaves` int [T, K] that say which of this rank's n `classes` each slot belongs to,
     and with h = `heads`. `plan` bounds how many tokens' leaves are held at once; without one, all.
     """
-    tokens, step, splits = len(q), max(1, len(q)), 1
-    if plan:
-        step, splits = plan.token_chunk, plan.splits
-    out, lse = q.new_empty(*q.shape[:2], LATENT, dtype=torch.float32), q.new_empty(q.shape[:2], dtype=torch.float32)
-    for start in range(0, tokens, step):
-        rows = slice(start, start + step)
+    step, splits = (plan.token_chunk, plan.splits) if plan else (len(q), 1)
+
+    def attend(rows: slice) -> tuple[Tensor, Tensor]:
         given = (q[rows], kv, slots[rows], leaves[rows], classes, heads, scale, cache_format, kv_scale, splits)
-        out[rows], lse[rows] = merge_tree(*leaf_partials(*given))
-    return out, lse
+        return merge_tree(*leaf_partials(*given))
+
+    if len(q) <= step:
+        return attend(slice(None))
+    out, lse = zip(*(attend(slice(start, start + step)) for start in range(0, len(q), step)), strict=True)
+    return torch.cat(out), torch.cat(lse)
 
 
 def combine_exact(out: Tensor, lse: Tensor, group: Group, result=None, transport: str = "a2a") -> Tensor:
