@@ -12,7 +12,8 @@ exact.py makes attention independent of D. What else in a batch would know D, an
     everything else  is the same work at every D: projections, dense prefill (the gathered context is the same bytes),
                      the indexer, norms and fp8 codes (row by row, whichever rows are owned), the sum over TP ranks
 
-The KV cache stays sharded, each row on one rank. Bits may differ between TP sizes, interleaves and values of C.
+The KV cache stays sharded, each row on one rank. Bits may differ between TP sizes (but see exact_tp.py), interleaves,
+values of C, devices, and numbers of threads per rank: groups and `dcp-fix verify` give every rank one.
 
 It does not: add numbers (exact.py), or change the ordinary mode, which knows nothing of this file.
 """
