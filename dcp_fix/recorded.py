@@ -49,8 +49,12 @@ def hardware(record: dict) -> str:
 
 
 def facts(record: dict) -> list[str]:
-    """A line per ladder, verification, workspace size and set of timings."""
-    lines = [f"ladder, TP{run['tp']}: {run['verdict']}" for run in ladders(record)]
+    """A line per ladder, rung without an answer, verification, workspace size and set of timings."""
+    lines = []
+    for run in ladders(record):
+        lines.append(f"ladder, TP{run['tp']}: {run['verdict']}")
+        failed = [row for row in run["rows"] if row["failure"]]
+        lines += [f"no answer at {row['rung']}, {row['prompt_class']} tokens: {row['failure']}" for row in failed]
     lines += [verification(run) for run in verifications(record)]
     for part in parts(record):
         lines += [": ".join(multi_gpu.workspace_row(row)[:2]) for row in part.get("workspace", ())]

@@ -112,6 +112,12 @@ def test_each_kind_of_record_says_what_it_holds():
     assert len(recorded.healthy_answers(as_record(host()))) == 2 + 2 * 2
 
 
+def test_a_rung_without_an_answer_says_why():
+    results = ladder_results()
+    results["rows"][-1]["failure"] = "workspace: too large"
+    assert recorded.facts(as_record(results))[1:] == ["no answer at +workspace, 512 tokens: workspace: too large"]
+
+
 def test_times_are_counted_and_not_shown():
     timed = {"format": "fp8_ds_mla", "graph": True, "rows": [{"ms": 1.0}, {"ms": 2.0}]}
     assert recorded.facts(as_record(timed, TWO)) == ["times: 2 rows, ordinary and exact side by side"]
