@@ -80,7 +80,8 @@ def output_of(command: list[str]) -> str | None:
 
 
 def command_line() -> str:
-    """This process's command, quoted for a shell, with the program's name but not its folder."""
+    """This process's command, quoted for a shell; program and absolute paths by their name, without the folder."""
     program = Path(sys.argv[0])
     name = "python -m dcp_fix" if program.name == "__main__.py" else program.name
-    return " ".join([name, *map(shlex.quote, sys.argv[1:])])
+    arguments = (Path(word).name if Path(word).is_absolute() else word for word in sys.argv[1:])
+    return " ".join([name, *map(shlex.quote, arguments)])

@@ -66,5 +66,7 @@ def test_a_tree_without_git_has_no_commit(monkeypatch, tmp_path):
 def test_the_command_is_quoted_and_names_no_folder(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["/opt/venv/bin/dcp-fix", "reproduce", "--json", "my runs.json"])
     assert machine.command_line() == "dcp-fix reproduce --json 'my runs.json'"
+    monkeypatch.setattr(sys, "argv", ["dcp-fix", "verify", "--record", "/tmp/x/my run.json", "--dcp", "1,2"])
+    assert machine.command_line() == "dcp-fix verify --record 'my run.json' --dcp 1,2"
     monkeypatch.setattr(sys, "argv", ["/opt/dcp_fix/__main__.py", "--version"])
     assert machine.command_line() == "python -m dcp_fix --version"
