@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from dcp_fix import exact_tp
+from dcp_fix.blocks import CacheFull
 from dcp_fix.decode_step import DecodeStep
 from dcp_fix.errors import UserError
 from dcp_fix.evidence import digest
@@ -158,10 +159,15 @@ class Engine:
         self.attention.scratch.remember(min(len(prompt_ids), self.max_batch_tokens))
 
     def check_prompt(self, prompt_ids: list[int], max_new_tokens: int) -> None:
-        """Raise UserError for an empty request or a token id that the model does not have."""
+        """Raise UserError for an empty request or an unknown token id, CacheFull for one beyond `max_length`."""
         if not prompt_ids or max_new_tokens < 1:
             raise UserError(
                 f"a prompt of {len(prompt_ids)} tokens and {max_new_tokens} new ones; both must be at least 1"
+            )
+        rows = len(prompt_ids) + max_new_tokens - 1
+        if rows > self.max_length:
+            raise CacheFull(
+                f"a request of {rows} tokens and a cache made for {self.max_length}; shorten it or raise max_length"
             )
         if not 0 <= min(prompt_ids) <= max(prompt_ids) < self.config.vocab_size:
             raise UserError(
