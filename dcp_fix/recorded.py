@@ -61,6 +61,15 @@ def facts(record: dict) -> list[str]:
     return lines + [f"times: {len(run['rows'])} rows, ordinary and exact side by side" for run in timings(record)]
 
 
+def markdown(*folders: Path | str) -> str:
+    """The records of the folders as a table: name, hardware, command, what it says."""
+    lines = ["| record | hardware | command | what it says |", "| --- | --- | --- | --- |"]
+    for name, record in load_all(*folders).items():
+        said = "<br>".join(facts(record)).replace("|", "\\|")
+        lines.append(f"| {name} | {hardware(record)} | `{record['command']}` | {said} |")
+    return "\n".join(lines)
+
+
 def verification(run: dict) -> str:
     """One line."""
     settings, identical = run["settings"], all(row["logits_identical"] for row in run["rows"])

@@ -59,6 +59,22 @@ def test_a_committed_record_holds_what_a_cpu_computes(name, computed):
     assert recorded.facts(RECORDS[name])
 
 
+def test_the_readme_shows_every_record():
+    root = Path(__file__).resolve().parent.parent
+    assert f"-->\n{recorded.markdown(*FOLDERS)}\n<!-- end of records -->" in (root / "README.md").read_text()
+
+
+def test_exact_mode_on_a_gpu_holds_but_for_the_first_pass_of_the_process():
+    """README: DCP1 on the dense class, which ran first, differs from all others, under either combine."""
+    exact, ordinary = (
+        {(row["prompt_class"], row["dcp"]): row["logits"] for row in RECORDS[name]["results"]["rows"]}
+        for name in ("h200_exact", "h200_verify_graphs")
+    )
+    assert len({tuple(exact["1536", size]) for size in (1, 2, 4, 8)}) == 1
+    assert exact["512", 2] == exact["512", 4] == exact["512", 8] != exact["512", 1]
+    assert ordinary["512", 2][0] == ordinary["512", 4][0] != ordinary["512", 1][0]
+
+
 # --- records of every kind, made without running anything -------------------------------------------------------------
 
 
