@@ -1,4 +1,4 @@
-"""Train the small checkpoint: `dcp-fix train`, minutes on a GPU, hours on a CPU.
+"""Train the small checkpoint: `dcp-fix train`, which shows how long it will take.
 
 A retrieval model does not learn from facts alone; what works is a curriculum in which each lesson must be mastered
 before the next: words said again and again, then with other words between them, then pairs in changing order, then few
