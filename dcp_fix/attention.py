@@ -17,6 +17,8 @@ It does not: select keys (indexer.py), write the cache (norm_rope.py), combine r
 Source: DeepSeek-V3.2's sparse MLA; the (out, lse) contract is that of FlashMLA's sparse decode.
 """
 
+import threading
+
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
@@ -25,6 +27,9 @@ from dcp_fix.ownership import pack_valid
 
 GATHER_FLOATS = 1 << 20  # of gathered rows at once: 4 MiB, so that both products find them in the cache
 SCORE_FLOATS = 1 << 24  # of a dense prefill's scores at once: 64 MiB
+# torch ranks its fused attentions (cuDNN's first on an H200) at the first call of a process, and says that it has done
+# so before it has: a rank thread that came second would take another kernel once, and with it other bits.
+ONE_AT_A_TIME = threading.Lock()
 
 
 def sparse_partial(q, kv, slots, scale, cache_format=None, kv_scale=None, plan=None):
@@ -85,8 +90,9 @@ def _dense_prefill_cuda(q, k, v, scale):
     """torch's fused attention, with the causal mask aligned to the last key."""
     from torch.nn.attention.bias import causal_lower_right
 
-    heads_first = (x.transpose(0, 1)[None] for x in (q, k, v))
-    out = scaled_dot_product_attention(*heads_first, attn_mask=causal_lower_right(len(q), len(k)), scale=scale)
+    heads_first, mask = (x.transpose(0, 1)[None] for x in (q, k, v)), causal_lower_right(len(q), len(k))
+    with ONE_AT_A_TIME:
+        out = scaled_dot_product_attention(*heads_first, attn_mask=mask, scale=scale)
     return out[0].transpose(0, 1)
 
 

@@ -1,11 +1,13 @@
 """Sparse partials and dense prefill in torch, against fp64 written as plainly as possible."""
 
 import math
+import threading
+import time
 
 import pytest
 import torch
 
-from dcp_fix import ownership
+from dcp_fix import attention, ownership
 from dcp_fix.attention import dense_prefill, sparse_partial
 from dcp_fix.combine import merge_partials
 from dcp_fix.evidence import close, same_bytes
@@ -143,6 +145,27 @@ def test_dense_prefill_against_fp64(tokens, keys, heads, dq, dv, dtype):
     want = torch.einsum("hts,shd->thd", scores.softmax(-1), v.double()).to(dtype)
     got = dense_prefill(q, k, v, SCALE)
     assert got.dtype == dtype and close(got, want, ulps=2 if dtype == torch.bfloat16 else 32, floor=1.0)
+
+
+def test_ranks_take_turns_at_torchs_attention(monkeypatch):
+    """Two threads in it at once get different kernels on the first call of a process (tests/gpu has the bits)."""
+    inside, most = [], []
+
+    def watched(q, k, v, **options):
+        inside.append(1)
+        most.append(len(inside))
+        time.sleep(0.01)
+        inside.pop()
+        return q
+
+    monkeypatch.setattr(attention, "scaled_dot_product_attention", watched)
+    given = (*[randn(3, 1, 4)] * 3, SCALE)
+    threads = [threading.Thread(target=attention._dense_prefill_cuda, args=given) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert most == [1, 1, 1, 1]
 
 
 def test_dense_prefill_never_reads_the_future(monkeypatch):

@@ -112,6 +112,35 @@ def test_interpreter_and_compiler_agree(tmp_path):
 
 # --- attention --------------------------------------------------------------------------------------------------------
 
+FIRST_CALL = """
+import threading, torch
+from dcp_fix.attention import dense_prefill
+from dcp_fix.evidence import digest
+
+inputs = [torch.randn(480, 4, 128, device="cuda").bfloat16() for _ in range(3)]
+outputs, start = {}, threading.Barrier(8)
+torch.cuda.synchronize()
+
+def rank(number):
+    start.wait()
+    outputs[number] = dense_prefill(*inputs, 0.1)
+
+threads = [threading.Thread(target=rank, args=(number,)) for number in range(8)]
+[thread.start() for thread in threads]
+[thread.join() for thread in threads]
+print(len({digest(out) for out in outputs.values()} | {digest(dense_prefill(*inputs, 0.1))}))
+"""
+
+
+def test_all_ranks_take_the_same_dense_kernel_in_the_first_call_of_a_process():
+    """Each trial is a process; without the lock most trials print 2 (torch chooses the order of its kernels once)."""
+    environment = os.environ | {"PYTHONPATH": str(TESTS.parent)}
+    trials = [
+        subprocess.Popen([sys.executable, "-c", FIRST_CALL], env=environment, stdout=subprocess.PIPE, text=True)
+        for _ in range(4)
+    ]
+    assert [trial.communicate(timeout=300)[0].strip() for trial in trials] == ["1"] * 4
+
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("cache_format", CACHE_FORMATS)
