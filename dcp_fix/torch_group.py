@@ -24,6 +24,7 @@ collectives then go over gloo, through the host's memory.
 It does not: overlap communication with computation, or survive the loss of a rank.
 """
 
+import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -178,6 +179,7 @@ def joined(
     except BaseException as error:
         watch.fail(str(error) if isinstance(error, GroupError) else reason(place, error))
         raise
+    gc.collect()  # NCCL waits for every CUDA graph that holds its collectives; an engine and its graph are a cycle
     dist.destroy_process_group()
     leave(store, place)
 
