@@ -102,11 +102,13 @@ def sizes(tokens, contexts, dcps, tp: int, heads: int, topk: int) -> Iterator[Si
 def measure(size: Size, device: torch.device) -> Result:
     """Time one size on this device."""
     group, (q, cache, ids, offset) = Mirror(size.dcp), inputs(size, device)
-    partial = exact_partial if size.classes else ordinary_partial
+    partial, keys = ordinary_partial, (cache, ids, offset)
+    if size.classes:
+        partial, keys = exact_partial, (*keys, leaf_table(size, device))
     manager = (exact_attention.ExactManager if size.classes else CombineManager)(group, size.method, size.tokens)
     gathered = manager.query_gather(q, True)
-    attend = lambda: partial(size, cache, ids, offset)(gathered)  # noqa: E731
-    step = lambda: attend_routed(q, partial(size, cache, ids, offset), manager, True)  # noqa: E731
+    attend = lambda: partial(size, *keys)(gathered)  # noqa: E731
+    step = lambda: attend_routed(q, partial(size, *keys), manager, True)  # noqa: E731
     group.sent = 0
     step()
     sent = group.sent
@@ -121,12 +123,16 @@ def ordinary_partial(size: Size, cache, ids, offset) -> Callable:
     return lambda q: sparse_partial(q, cache, slots, SCALE, FORMAT, plan=plan)
 
 
-def exact_partial(size: Size, cache, ids, offset) -> Callable:
+def exact_partial(size: Size, cache, ids, offset, leaf_of) -> Callable:
     """The same of exact_attention.ExactAttention.attend."""
     plan = exact.plan(size.tokens, size.heads, size.topk, size.classes, sms(cache.device), 1 << 40)
-    slots, leaves = own_slots(size, ids, offset), local_class(ids, size.classes, size.dcp)
-    classes = size.classes // size.dcp
-    return lambda q: exact.node_partial(q, cache, slots, leaves, classes, size.heads, SCALE, FORMAT, plan=plan)
+    slots, classes = own_slots(size, ids, offset), size.classes // size.dcp
+    return lambda q: exact.node_partial(q, cache, slots, ids, leaf_of, classes, size.heads, SCALE, FORMAT, plan=plan)
+
+
+def leaf_table(size: Size, device: torch.device) -> torch.Tensor:
+    """Every position's leaf, which the engine computes once."""
+    return local_class(torch.arange(size.context, device=device), size.classes, size.dcp).to(torch.int16)
 
 
 def own_slots(size: Size, ids: torch.Tensor, offset: torch.Tensor) -> torch.Tensor:

@@ -90,18 +90,19 @@ def merge_tree_reference(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def node_partial(
-    q: Tensor, kv: Tensor, slots: Tensor, leaves: Tensor, classes: int, heads: int, scale: float, cache_format=None,
-    kv_scale=None, plan: workspace.Plan | None = None,
+    q: Tensor, kv: Tensor, slots: Tensor, ids: Tensor, leaf_of: Tensor, classes: int, heads: int, scale: float,
+    cache_format=None, kv_scale=None, plan: workspace.Plan | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """This rank's node: q [T, H, 576] -> out fp32 [T, H, 512], natural lse fp32 [T, H].
 
-    attention.sparse_partial, with `leaves` int [T, K] that say which of this rank's n `classes` each slot belongs to,
-    and with h = `heads`. `plan` bounds how many tokens' leaves are held at once; without one, all.
+    attention.sparse_partial, with h = `heads`, the positions `ids` int [T, K] that the slots hold, and `leaf_of` int16
+    [positions]: to which of this rank's n `classes` each belongs. `plan` bounds how many tokens' leaves are held at
+    once; without one, all.
     """
     step, splits = (plan.token_chunk, plan.splits) if plan else (len(q), 1)
 
     def attend(rows: slice) -> tuple[Tensor, Tensor]:
-        given = (q[rows], kv, slots[rows], leaves[rows], classes, heads, scale, cache_format, kv_scale, splits)
+        given = (q[rows], kv, slots[rows], ids[rows], leaf_of, classes, heads, scale, cache_format, kv_scale, splits)
         return merge_tree(*leaf_partials(*given))
 
     if len(q) <= step:
@@ -130,7 +131,9 @@ def combine_exact(out: Tensor, lse: Tensor, group: Group, result=None, transport
 # --- the leaves -------------------------------------------------------------------------------------------------------
 
 
-def leaf_partials(q, kv, slots, leaves, classes: int, heads: int, scale, cache_format=None, kv_scale=None, splits=1):
+def leaf_partials(
+    q, kv, slots, ids, leaf_of, classes: int, heads: int, scale, cache_format=None, kv_scale=None, splits=1
+):
     """Each class of this rank in `splits` pieces: out fp32 [splits * n, T, H, 512], lse [splits * n, T, H], classes
     innermost. The reference never splits.
     """
@@ -138,13 +141,14 @@ def leaf_partials(q, kv, slots, leaves, classes: int, heads: int, scale, cache_f
         from dcp_fix.exact_triton import leaf_partials_triton as implementation
     else:
         implementation = leaf_partials_reference
-    return implementation(q, kv, slots, leaves, classes, heads, scale, cache_format, kv_scale, splits)
+    return implementation(q, kv, slots, ids, leaf_of, classes, heads, scale, cache_format, kv_scale, splits)
 
 
 def leaf_partials_reference(
-    q, kv, slots, leaves, classes: int, heads: int, scale, cache_format=None, kv_scale=None, splits=1
+    q, kv, slots, ids, leaf_of, classes: int, heads: int, scale, cache_format=None, kv_scale=None, splits=1
 ):
     """The same in torch."""
+    leaves = leaf_of[ids.clamp(min=0)]
     q = (q.float() * scale).unflatten(1, (-1, heads)).transpose(0, 1).contiguous()  # [D, T, h, 576]
     rows, slots = _used_rows(kv, slots, cache_format, kv_scale)
     parts = [_leaf(q, rows, *pack_valid(torch.where(leaves == leaf, slots, -1))) for leaf in range(classes)]

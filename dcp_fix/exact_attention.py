@@ -21,6 +21,7 @@ It does not: add numbers (exact.py), or change the ordinary mode, which knows no
 from collections.abc import Callable
 from functools import partial
 
+import torch
 from torch import Tensor
 
 from dcp_fix import exact
@@ -75,6 +76,8 @@ class ExactAttention(ShardedAttention):
     def __init__(self, config, heads: int, dcp: Group, *, combine: str, classes: int, **options) -> None:
         super().__init__(config, heads, dcp, combine=next(iter(CombineManager.methods)), **options)
         self.classes = classes
+        positions = torch.arange(config.max_position_embeddings, device=self.cos_sin.device)
+        self.leaf_of = local_class(positions, classes, dcp.size, self.interleave).to(torch.int16)
         self.manager = ExactManager(dcp, combine, DIRECT_ROWS)
 
     @staticmethod
@@ -95,11 +98,10 @@ class ExactAttention(ShardedAttention):
     def attend(self, layer: Layer, ids: Tensor) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
         """Maps queries [rows, H, 576] to this rank's node over the cache rows of positions `ids` [rows, K]."""
         slots = slots_of(self.localise(ids), self.batch.table, BLOCK)
-        leaves = local_class(ids, self.classes, self.dcp.size, self.interleave)
         cache, plan, classes = self.latent[layer.index], self.batch.plan, self.classes // self.dcp.size
         kv_scale, heads = None if self.kv_scale is None else FP8_SCALE, self.group_heads(layer)
         return lambda q: exact.node_partial(
-            q, cache, slots, leaves, classes, heads, self.config.scale, self.cache_format, kv_scale, plan
+            q, cache, slots, ids, self.leaf_of, classes, heads, self.config.scale, self.cache_format, kv_scale, plan
         )
 
     def group_heads(self, layer: Layer) -> int:

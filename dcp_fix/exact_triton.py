@@ -1,6 +1,6 @@
 """Exact mode, the Triton kernels: leaves and merges of exact.py's tree.
 
-    _pack_classes   grid (T)                            slots [K] of a token -> its valid ones class by class
+    _pack_classes   grid (T, n)                         slots [K] of a token -> its valid ones class by class
     _attend_leaf    grid (T * ceil(H / BLOCK_H), S n)   one token, a block of heads, one of S pieces of one class
     _merge_node     grid (T * H)                        P nodes of one head of one token into their common ancestor
 
@@ -29,19 +29,20 @@ HEADS = 64  # what every D asks the block sizes for
 
 
 @triton.jit(do_not_specialize=["classes"])
-def _pack_classes(slots, leaves, packed, ends, topk, classes, BLOCK: tl.constexpr):
-    token = tl.program_id(0).to(tl.int64)
+def _pack_classes(slots, ids, leaf_of, packed, ends, topk, classes, BLOCK: tl.constexpr):
+    token, own = tl.program_id(0).to(tl.int64), tl.program_id(1)
     column = tl.arange(0, BLOCK)
     slot = tl.load(slots + token * topk + column, mask=column < topk, other=-1)
-    leaf = tl.load(leaves + token * topk + column, mask=column < topk, other=-1)
-    begin = 0
-    tl.store(ends + token * (classes + 1), begin)
-    for own in range(classes):
-        mine = (slot >= 0) & (leaf == own)
-        place = begin + tl.cumsum(mine.to(tl.int32), axis=0) - 1
-        tl.store(packed + token * topk + place, slot.to(tl.int32), mask=mine)
-        begin += tl.sum(mine.to(tl.int32), axis=0)
-        tl.store(ends + token * (classes + 1) + own + 1, begin)
+    valid = slot >= 0
+    position = tl.load(ids + token * topk + column, mask=valid, other=0)
+    leaf = tl.load(leaf_of + position, mask=valid, other=0).to(tl.int32)
+    before = tl.sum((valid & (leaf < own)).to(tl.int32), axis=0)
+    mine = valid & (leaf == own)
+    place = before + tl.cumsum(mine.to(tl.int32), axis=0) - 1
+    tl.store(packed + token * topk + place, slot.to(tl.int32), mask=mine)
+    row = ends + token * (classes + 1)
+    tl.store(row + own, before)
+    tl.store(row + classes, before + tl.sum(mine.to(tl.int32), axis=0), mask=own == classes - 1)
 
 
 @triton.jit(do_not_specialize=["tokens", "heads", "splits", "classes"])
@@ -104,7 +105,7 @@ def _merge_node(parts, part_lse, out, lse, stride, NODES: tl.constexpr):
     tl.store(lse + at, natural)
 
 
-def leaf_partials_triton(q, kv, slots, leaves, classes, heads, scale, cache_format=None, kv_scale=None, splits=1):
+def leaf_partials_triton(q, kv, slots, ids, leaf_of, classes, heads, scale, cache_format=None, kv_scale=None, splits=1):
     """exact.leaf_partials. All heads of the group go through one grid; `heads`, those of a rank, matter to none."""
     (tokens, total, _), topk = q.shape, slots.shape[1]
     q = q if q.stride(2) == 1 else q.contiguous()
@@ -112,7 +113,7 @@ def leaf_partials_triton(q, kv, slots, leaves, classes, heads, scale, cache_form
     lse = torch.empty(splits * classes, tokens, total, device=q.device)
     if tokens == 0 or topk == 0:
         return out.zero_(), lse.fill_(-torch.inf)
-    packed, ends = pack_classes(slots, leaves, classes)
+    packed, ends = pack_classes(slots, ids, leaf_of, classes)
     blocks, value_scale = block_sizes(HEADS, q.dtype), 1.0 if kv_scale is None else float(kv_scale)
     _attend_leaf[tokens * triton.cdiv(total, blocks["BLOCK_H"]), splits * classes](
         q, q.stride(0), q.stride(1), packed, ends, out, lse, tokens, total, topk, splits, classes, scale * value_scale,
@@ -121,14 +122,15 @@ def leaf_partials_triton(q, kv, slots, leaves, classes, heads, scale, cache_form
     return out, lse
 
 
-def pack_classes(slots: torch.Tensor, leaves: torch.Tensor, classes: int) -> tuple[torch.Tensor, torch.Tensor]:
+def pack_classes(slots: torch.Tensor, ids: torch.Tensor, leaf_of: torch.Tensor, classes: int):
     """The valid slots of each token, class after class: int32 [T, K] whose tail is left unwritten, and where each class
-    begins and the last one ends: int32 [T, n + 1].
+    begins and the last one ends: int32 [T, n + 1]. Looked up here: a launch of its own costs more.
     """
-    (tokens, topk), slots, leaves = slots.shape, slots.contiguous(), leaves.contiguous()
+    (tokens, topk), slots, ids = slots.shape, slots.contiguous(), ids.contiguous()
     packed = torch.empty(tokens, topk, dtype=torch.int32, device=slots.device)
     ends = torch.empty(tokens, classes + 1, dtype=torch.int32, device=slots.device)
-    _pack_classes[(tokens,)](slots, leaves, packed, ends, topk, classes, BLOCK=triton.next_power_of_2(topk))
+    block = triton.next_power_of_2(topk)
+    _pack_classes[tokens, classes](slots, ids, leaf_of, packed, ends, topk, classes, BLOCK=block)
     return packed, ends
 
 

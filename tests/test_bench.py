@@ -21,7 +21,8 @@ def test_exact_and_ordinary_compute_the_same_attention():
     gathered = torch.cat([q] * 4, 1)
     want = bench.ordinary_partial(Size(**SMALL, method="a2a"), cache, ids, offset)(gathered)
     for classes in (4, 8):
-        got = bench.exact_partial(Size(**SMALL, method="exact", classes=classes), cache, ids, offset)(gathered)
+        size = Size(**SMALL, method="exact", classes=classes)
+        got = bench.exact_partial(size, cache, ids, offset, bench.leaf_table(size, CPU))(gathered)
         assert close(got[0], want[0], ulps=16, floor=1.0) and close(got[1], want[1], ulps=8)
 
 

@@ -27,7 +27,7 @@ from dcp_fix.exact_attention import ExactAttention, ExactManager, RunPool
 from dcp_fix.group import LocalGroup
 from dcp_fix.kv_cache import new_latent_cache, write_latent
 from dcp_fix.model import Model
-from dcp_fix.ownership import class_of, global_position, local_length, localise, owner
+from dcp_fix.ownership import class_of, global_position, local_class, local_length, localise, owner
 from dcp_fix.tiny import corpus
 
 pytestmark = pytest.mark.timeout(200)
@@ -90,13 +90,13 @@ def nodes(case, size, chunk):
     q, rows, ids = case.inputs()
     first = case.rank // size * size
     q = q[:, first * case.heads : (first + size) * case.heads]
-    leaves = class_of(ids, CLASSES, case.interleave) // size
+    leaf_of = local_class(torch.arange(len(rows)), CLASSES, size, case.interleave).to(torch.int16)
     plan = workspace.Plan(case.tokens, case.heads * CLASSES, case.topk, 1, chunk, 1)
     parts = [
         exact.node_partial(
             q, shard(rows, size, rank, case.interleave, case.cache_format),
-            localise(ids, size, rank, case.interleave), leaves, CLASSES // size, case.heads, SCALE, case.cache_format,
-            plan=plan,
+            localise(ids, size, rank, case.interleave), ids, leaf_of, CLASSES // size, case.heads, SCALE,
+            case.cache_format, plan=plan,
         )
         for rank in range(size)
     ]  # fmt: skip
@@ -157,14 +157,14 @@ def test_a_class_or_a_token_without_a_key_is_neutral():
     case = replace(FULL, topk=3, holes=0.0)
     q, rows, ids = case.inputs()
     ids[1] = -1
-    leaves = class_of(ids)
-    out, lse = exact.leaf_partials(q, rows, ids, leaves, 8, case.heads, SCALE)
+    leaves, leaf_of = class_of(ids), class_of(torch.arange(len(rows))).to(torch.int16)
+    out, lse = exact.leaf_partials(q, rows, ids, ids, leaf_of, 8, case.heads, SCALE)
     alone = [[leaf in leaves[token][ids[token] >= 0] for token in range(5)] for leaf in range(8)]
     assert torch.equal(lse > -torch.inf, torch.tensor(alone)[..., None].expand(8, 5, 16))
     assert out[lse == -torch.inf].eq(0).all() and not out.isnan().any()
     whole = exact.merge_tree(out, lse)
     assert (whole[1][1] == -torch.inf).all() and whole[0][1].eq(0).all() and (whole[1][0] > -torch.inf).all()
-    assert [x.shape for x in exact.node_partial(q[:0], rows, ids[:0], leaves[:0], 8, 2, SCALE)] == [
+    assert [x.shape for x in exact.node_partial(q[:0], rows, ids[:0], ids[:0], leaf_of, 8, 2, SCALE)] == [
         (0, 16, 512),
         (0, 16),
     ]

@@ -11,7 +11,7 @@ import torch
 from dcp_fix import exact
 from dcp_fix.evidence import close, same_bytes
 from dcp_fix.kv_cache import CACHE_FORMATS, new_latent_cache, write_latent
-from dcp_fix.ownership import class_of, localise
+from dcp_fix.ownership import local_class, localise
 
 triton = pytest.importorskip("triton")
 from dcp_fix.exact_triton import leaf_partials_triton, merge_tree_triton, pack_classes  # noqa: E402
@@ -35,6 +35,11 @@ def chosen(tokens, length, topk, seed=1):
     return order
 
 
+def leaves_of(length, classes, size=1):
+    """local_class of every position, as the kernel reads it."""
+    return local_class(torch.arange(length), classes, size).to(torch.int16)
+
+
 def on_device(fn, *args, **kwargs):
     moved = [a.to(DEVICE) if isinstance(a, torch.Tensor) else a for a in args]
     return tuple(x.cpu() for x in fn(*moved, **kwargs))
@@ -43,7 +48,8 @@ def on_device(fn, *args, **kwargs):
 def test_classes_are_packed_in_order():
     slots = torch.tensor([[5, -1, 9, 12, 3, 8, -1, 1], [-1] * 8])
     leaves = torch.tensor([[1, 1, 0, 1, 2, 0, 0, 3], [0] * 8])
-    packed, ends = (x.cpu() for x in pack_classes(slots.to(DEVICE), leaves.to(DEVICE), 3))
+    leaf_of = torch.arange(4, dtype=torch.int16)  # each position is its own leaf
+    packed, ends = on_device(pack_classes, slots, leaves, leaf_of, 3)
     assert packed[0, :5].tolist() == [9, 8, 5, 12, 3]  # the slot of leaf 3 belongs to nobody here
     assert ends.tolist() == [[0, 2, 4, 5], [0, 0, 0, 0]]
 
@@ -59,7 +65,7 @@ def test_leaves_against_the_reference(cache_format, splits):
         kv = new_latent_cache(3, cache_format, 64).fill_(0x7F)
         used = torch.unique(ids[ids >= 0])
         write_latent(kv, rows[used, :512], rows[used, 512:], used, cache_format)
-    given = (q, kv, ids, class_of(ids, 4), 4, 2, SCALE, cache_format)
+    given = (q, kv, ids, ids, leaves_of(130, 4), 4, 2, SCALE, cache_format)
     out, lse = on_device(leaf_partials_triton, *given, splits=splits)
     want = exact.leaf_partials_reference(*given)
     pieces = [out.unflatten(0, (splits, 4)), lse.unflatten(0, (splits, 4))]
@@ -82,17 +88,17 @@ def test_the_tree_against_the_reference(nodes):
 
 def node(size, rank, q, rows, ids, heads, cache_format=None, splits=1):
     """What one rank of `size` sends, its cache holding every row at its own place."""
-    leaves, slots = class_of(ids, CLASSES) // size, localise(ids, size, rank)
+    slots, leaf_of = localise(ids, size, rank), leaves_of(len(rows), CLASSES, size).to(q.device)
     kv = rows[rank::size].contiguous()
     if cache_format:
         kv = new_latent_cache(-(-len(kv) // 64), cache_format, device=q.device)
         mine, scale = rows[rank::size].float(), 1.0 if cache_format == "fp8" else None
         write_latent(kv, mine[:, :512], mine[:, 512:], torch.arange(len(mine), device=q.device), cache_format, scale)
         parts = leaf_partials_triton(
-            q, kv, slots, leaves, CLASSES // size, heads, SCALE, cache_format, scale, splits=splits
+            q, kv, slots, ids, leaf_of, CLASSES // size, heads, SCALE, cache_format, scale, splits=splits
         )
     else:
-        parts = leaf_partials_triton(q, kv, slots, leaves, CLASSES // size, heads, SCALE, splits=splits)
+        parts = leaf_partials_triton(q, kv, slots, ids, leaf_of, CLASSES // size, heads, SCALE, splits=splits)
     return merge_tree_triton(*parts)
 
 
@@ -139,7 +145,7 @@ from dcp_fix import attention_triton, exact_triton as kernels
 from dcp_fix.kv_cache import new_latent_cache
 
 pointers = {torch.bfloat16: "*bf16", torch.float8_e4m3fn: "*fp8e4nv", torch.float32: "*fp32"}
-names = dict.fromkeys(["packed", "ends"], "*i32") | dict.fromkeys(["slots", "leaves"], "*i64")
+names = dict.fromkeys(["packed", "ends"], "*i32") | dict.fromkeys(["slots", "ids"], "*i64") | {"leaf_of": "*i16"}
 names |= dict.fromkeys(["out", "lse", "parts", "part_lse"], "*fp32")
 
 
