@@ -82,6 +82,6 @@ def output_of(command: list[str]) -> str | None:
 def command_line() -> str:
     """This process's command, quoted for a shell; program and absolute paths by their name, without the folder."""
     program = Path(sys.argv[0])
-    name = "python -m dcp_fix" if program.name == "__main__.py" else program.name
+    name = f"python -m {program.parent.name}" if program.name == "__main__.py" else program.name
     arguments = (Path(word).name if Path(word).is_absolute() else word for word in sys.argv[1:])
     return " ".join([name, *map(shlex.quote, arguments)])

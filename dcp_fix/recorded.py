@@ -3,12 +3,14 @@
     for name, record in load_all(Path("records")).items():
         print(name, hardware(record), *facts(record), sep="\\n")
 
-Known are the records of `dcp-fix reproduce`, `verify`, `multi-gpu` and `bench`. What `facts` says of a run stays the
-same when the run is recorded again: verdicts, counts, whether bits are equal, bytes; never times, digests or ulps.
+Known are the records of `dcp-fix reproduce`, `verify`, `multi-gpu` and `bench`, and of `pytest --record`. What `facts`
+says of a run stays the same when the run is recorded again: verdicts, counts, whether bits are equal, bytes; never
+times, digests or ulps.
 
 It does not: run, judge or write anything (ladder.py, verify.py, multi_gpu.py, evidence.py).
 """
 
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -37,7 +39,7 @@ def has_gpu(record: dict) -> bool:
     """Whether the run happened on GPUs: a host that has some may be asked for its CPU alone."""
     devices = [run["device"] for run in ladders(record)] + [run["settings"]["device"] for run in verifications(record)]
     used = any(device.startswith("cuda") for device in devices) or any(run["graph"] for run in timings(record))
-    return used and bool(record["hardware"]["gpus"])
+    return (used or bool(outcomes(record))) and bool(record["hardware"]["gpus"])
 
 
 def hardware(record: dict) -> str:
@@ -49,7 +51,7 @@ def hardware(record: dict) -> str:
 
 
 def facts(record: dict) -> list[str]:
-    """A line per ladder, rung without an answer, verification, workspace size and set of timings."""
+    """A line per ladder, rung without an answer, verification, workspace size, set of timings and file of tests."""
     lines = []
     for run in ladders(record):
         lines.append(f"ladder, TP{run['tp']}: {run['verdict']}")
@@ -58,7 +60,8 @@ def facts(record: dict) -> list[str]:
     lines += [verification(run) for run in verifications(record)]
     for part in parts(record):
         lines += [": ".join(multi_gpu.workspace_row(row)[:2]) for row in part.get("workspace", ())]
-    return lines + [f"times: {len(run['rows'])} rows, ordinary and exact side by side" for run in timings(record)]
+    lines += [f"times: {len(run['rows'])} rows, ordinary and exact side by side" for run in timings(record)]
+    return lines + tested(outcomes(record))
 
 
 def markdown(*folders: Path | str) -> str:
@@ -68,6 +71,15 @@ def markdown(*folders: Path | str) -> str:
         said = "<br>".join(facts(record)).replace("|", "\\|")
         lines.append(f"| {name} | {hardware(record)} | `{record['command']}` | {said} |")
     return "\n".join(lines)
+
+
+def tested(outcome: dict[str, str]) -> list[str]:
+    """A line per file of tests or page of cells."""
+    counts = Counter((node.split("::")[0], result) for node, result in outcome.items())
+    files = {name: [] for name, _ in sorted(counts)}
+    for (name, result), number in sorted(counts.items()):
+        files[name].append(f"{number} {result}")
+    return [f"{name}: {', '.join(results)}" for name, results in files.items()]
 
 
 def verification(run: dict) -> str:
@@ -89,6 +101,7 @@ def parts(record: dict) -> list[dict]:
         ("repaired", {"ladder": results}),
         ("settings", {"verify": [results]}),
         ("graph", {"bench": results}),
+        ("tests", results),
     ):
         if field in results:
             return [part]
@@ -108,6 +121,11 @@ def verifications(record: dict) -> list[dict]:
 def timings(record: dict) -> list[dict]:
     """What bench.py wrote."""
     return [part["bench"] for part in parts(record) if "bench" in part]
+
+
+def outcomes(record: dict) -> dict[str, str]:
+    """What became of each test or notebook cell, by its name."""
+    return {node: outcome for part in parts(record) for node, outcome in part.get("tests", {}).items()}
 
 
 def healthy_answers(record: dict) -> list[Recorded]:

@@ -70,3 +70,5 @@ def test_the_command_is_quoted_and_names_no_folder(monkeypatch):
     assert machine.command_line() == "dcp-fix verify --record 'my run.json' --dcp 1,2"
     monkeypatch.setattr(sys, "argv", ["/opt/dcp_fix/__main__.py", "--version"])
     assert machine.command_line() == "python -m dcp_fix --version"
+    monkeypatch.setattr(sys, "argv", ["/opt/venv/site-packages/pytest/__main__.py", "tests/gpu"])
+    assert machine.command_line() == "python -m pytest tests/gpu"

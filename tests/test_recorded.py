@@ -1,6 +1,10 @@
 """Recorded runs: each committed record is whole, names nobody's machine, and holds tokens that a CPU computes today."""
 
 import copy
+import os
+import shlex
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,8 +19,8 @@ from dcp_fix.place import checkpoint_terms
 from dcp_fix.tiny import corpus
 
 pytestmark = pytest.mark.timeout(120)
-FOLDERS = [Path(__file__).resolve().parent.parent / name for name in ("notebooks/records", "records")]
-RECORDS = recorded.load_all(*FOLDERS)
+ROOT = Path(__file__).resolve().parent.parent
+RECORDS = recorded.load_all(ROOT / "notebooks/records")
 MISSED = 0.1  # share of a class's prompts that the checkpoint may answer wrongly, at every DCP size alike
 COMPUTED = 2  # prompts of the class 512 that are answered here
 CPU = {"cpu": "x", "cores": 2, "gpus": [], "driver": None}
@@ -37,8 +41,9 @@ def computed():
 
 def check(record, computed):
     """The digests are those of the tokens; the tokens are those of this CPU, and of MISSED at most not the answer."""
-    answers = recorded.healthy_answers(record)
-    assert answers or recorded.timings(record), "no answer in this record"
+    answers, outcomes = recorded.healthy_answers(record), recorded.outcomes(record)
+    assert answers or outcomes or recorded.timings(record), "no answer in this record"
+    assert "failed" not in outcomes.values(), [name for name, outcome in outcomes.items() if outcome == "failed"]
     for name in {answer.prompt_class for answer in answers}:
         of_class = [answer for answer in answers if answer.prompt_class == name]
         prompts = corpus.prompts(name, 1 + max(answer.number for answer in of_class))
@@ -57,7 +62,8 @@ def check(record, computed):
 def test_a_committed_record_holds_what_a_cpu_computes(name, computed):
     check(RECORDS[name], computed)
     assert RECORDS[name]["commit"], "a record without a commit proves nothing about this code"
-    assert "/" not in RECORDS[name]["command"], "name the file in a command without its folder"
+    paths = [word for word in shlex.split(RECORDS[name]["command"]) if "/" in word]
+    assert all((ROOT / path).exists() for path in paths), "name the file in a command without its folder"
     assert recorded.facts(RECORDS[name])
 
 
@@ -75,8 +81,8 @@ def test_twenty_prompts_a_class_climb_the_ladder():
 
 
 def test_the_readme_shows_every_record():
-    root = Path(__file__).resolve().parent.parent
-    assert f"-->\n{recorded.markdown(*FOLDERS)}\n<!-- end of records -->" in (root / "README.md").read_text()
+    table = recorded.markdown(ROOT / "notebooks/records")
+    assert f"-->\n{table}\n<!-- end of records -->" in (ROOT / "README.md").read_text()
 
 
 def test_exact_mode_on_a_gpu_holds_but_for_the_first_pass_of_the_process():
@@ -88,6 +94,44 @@ def test_exact_mode_on_a_gpu_holds_but_for_the_first_pass_of_the_process():
     assert len({tuple(exact["1536", size]) for size in (1, 2, 4, 8)}) == 1
     assert exact["512", 2] == exact["512", 4] == exact["512", 8] != exact["512", 1]
     assert ordinary["512", 2][0] == ordinary["512", 4][0] != ordinary["512", 1][0]
+
+
+ONE_OF_EACH = """
+import pytest
+def test_passes(): pass
+def test_fails(): assert False
+@pytest.mark.skip
+def test_skipped(): pass
+@pytest.fixture
+def broken():
+    yield
+    raise OSError
+def test_breaks_afterwards(broken): pass
+"""
+
+
+@pytest.mark.parametrize("workers", [[], ["-n", "2"]])
+def test_pytest_records_what_became_of_each_test(workers, tmp_path):
+    (tmp_path / "test_it.py").write_text(ONE_OF_EACH)
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "conftest", "--record", "it.json", *workers, "test_it.py"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTEST_ADDOPTS": ""}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    record = evidence.load_record(tmp_path / "it.json")
+    assert done.returncode == 1 and record["command"].startswith("python -m pytest -q -p conftest --record it.json")
+    assert recorded.outcomes(record) == {
+        "test_it.py::test_breaks_afterwards": "failed", "test_it.py::test_fails": "failed",
+        "test_it.py::test_passes": "passed", "test_it.py::test_skipped": "skipped",
+    }  # fmt: skip
+    assert recorded.facts(record) == ["test_it.py: 2 failed, 1 passed, 1 skipped"]
+    with pytest.raises(AssertionError, match="test_fails"):
+        check(record, {})
+
+
+def test_a_pytest_run_that_is_cut_short_leaves_no_record(tmp_path):
+    (tmp_path / "test_it.py").write_text("def test_stops(): raise KeyboardInterrupt")
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "conftest", "--record", "it.json", "test_it.py"]
+    done = subprocess.run(command, cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True)
+    assert done.returncode == 2 and not list(tmp_path.glob("*.json"))
 
 
 # --- records of every kind, made without running anything -------------------------------------------------------------
