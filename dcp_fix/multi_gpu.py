@@ -200,10 +200,8 @@ def rung_answers(group: Group, setup: ladder.Setup, rung: str, name: str, prompt
 
 def summary(part: str, ranks: int, result: dict) -> list[tuple[str, str, str, bool]]:
     """Rows (part, what, result, whether it is as it should be)."""
-    devices = result["verify"][0]["devices"]
-    where = (
-        f"{part}, {ranks} ranks on {len(devices)} x {devices[0]}" if part != "threads" else f"threads on {devices[0]}"
-    )
+    device = result["verify"][0]["devices"][0]
+    where = f"{part}, {ranks} ranks, {device}"
     rows = [("ladder", result["ladder"]["verdict"], result["ladder"]["repaired"])]
     rows += [verify_row(report) for report in result["verify"]]
     rows += [("decode step", listed_ms(result["decode"]), True)] if result.get("decode") else []

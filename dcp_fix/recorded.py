@@ -57,7 +57,7 @@ def facts(record: dict) -> list[str]:
         lines.append(f"ladder, TP{run['tp']}: {run['verdict']}")
         failed = [row for row in run["rows"] if row["failure"]]
         lines += [f"no answer at {row['rung']}, {row['prompt_class']} tokens: {row['failure']}" for row in failed]
-    lines += [verification(run) for run in verifications(record)]
+    lines += verified(verifications(record))
     for part in parts(record):
         lines += [": ".join(multi_gpu.workspace_row(row)[:2]) for row in part.get("workspace", ())]
     lines += [f"times: {len(run['rows'])} rows, ordinary and exact side by side" for run in timings(record)]
@@ -82,14 +82,16 @@ def tested(outcome: dict[str, str]) -> list[str]:
     return [f"{name}: {', '.join(results)}" for name, results in files.items()]
 
 
-def verification(run: dict) -> str:
-    """One line."""
-    settings, identical = run["settings"], all(row["logits_identical"] for row in run["rows"])
-    graphs = ", CUDA graphs" if settings["cuda_graphs"] else ""
-    what = (
-        f"TP{settings['tp']}, DCP {verify.listed(settings['dcp'])}, {settings['combine']}{graphs}, {run['transport']}"
-    )
-    return f"{what}: {run['verdict']} Logits identical in every bit: {'yes' if identical else 'no'}"
+def verified(runs: list[dict]) -> list[str]:
+    """A line for the runs of one size over one transport that came out alike."""
+    methods = {}
+    for run in runs:
+        settings, identical = run["settings"], all(row["logits_identical"] for row in run["rows"])
+        size = f"TP{settings['tp']}, DCP {verify.listed(settings['dcp'])}, {run['transport']}"
+        said = f"{run['verdict']} Logits identical in every bit: {'yes' if identical else 'no'}"
+        graphs = " as CUDA graphs" if settings["cuda_graphs"] else ""
+        methods.setdefault((size, said), []).append(settings["combine"] + graphs)
+    return [f"{size}; {verify.listed(names)}: {said}" for (size, said), names in methods.items()]
 
 
 def parts(record: dict) -> list[dict]:

@@ -19,6 +19,7 @@ triton = pytest.importorskip("triton")
 from dcp_fix.attention_triton import pack, sparse_partial_triton  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+ULPS = 32 if DEVICE == "cpu" else 128  # a GPU approximates exp2 and log2; seen: 24 for values of size 1
 pytestmark = [
     pytest.mark.timeout(120),
     pytest.mark.filterwarnings("ignore:(divide by zero|invalid value):RuntimeWarning"),  # numpy, in the interpreter
@@ -60,7 +61,7 @@ def test_kernel_against_the_reference(cache_format, tokens, heads, k, splits):
         kv, kv_scale = filled_cache(cache_format, slots)
     args = q, kv, slots, SCALE, cache_format, kv_scale
     got = on_device(*args, plan=forced(tokens, heads, k, splits))
-    assert agree(got, sparse_partial_reference(*args))
+    assert agree(got, sparse_partial_reference(*args), ULPS)
     assert got[0][0].eq(0).all() and (got[1][0] == -INF).all()
 
 
@@ -68,8 +69,8 @@ def test_broken_cutting_fails_where_packing_passes():
     """Case 9 for the kernel: the same assertion, with columns masked by the local length instead."""
     q, rows, slots = randn(1, 4, 576), randn(3, 576, seed=1), torch.tensor([[-1, 2, -1, -1, 0, -1, 1, -1]])
     want = oracle(q, rows, slots)
-    assert agree(on_device(q, rows, slots, SCALE), want)
-    assert not agree(on_device(q, rows, slots[:, :3].contiguous(), SCALE), want)
+    assert agree(on_device(q, rows, slots, SCALE), want, ULPS)
+    assert not agree(on_device(q, rows, slots[:, :3].contiguous(), SCALE), want, ULPS)
 
 
 def test_strided_queries_and_padded_blocks():
@@ -78,7 +79,7 @@ def test_strided_queries_and_padded_blocks():
     padded[:, :16] = cache
     q, slots = randn(3, 9, 600)[:, 2:7, 8:584], holed_slots(3, 12, 80, 0.3)
     want = sparse_partial_reference(q, cache, slots, SCALE, "fp8_ds_mla")
-    assert agree(on_device(q, padded[:, :16], slots, SCALE, "fp8_ds_mla"), want)
+    assert agree(on_device(q, padded[:, :16], slots, SCALE, "fp8_ds_mla"), want, ULPS)
 
 
 def test_offsets_beyond_32_bits():
@@ -91,7 +92,7 @@ def test_offsets_beyond_32_bits():
     near = new_latent_cache(1, "fp8_ds_mla")
     near[0, :2] = cache[[slots[0, 0] // 64, -1], [slots[0, 0] % 64, 63]]
     want = sparse_partial_reference(q, near, torch.tensor([[0, -1, 1]]), SCALE, "fp8_ds_mla")
-    assert agree(on_device(q, cache, slots, SCALE, "fp8_ds_mla"), want)
+    assert agree(on_device(q, cache, slots, SCALE, "fp8_ds_mla"), want, ULPS)
 
 
 def test_nothing_to_do_and_plans_that_do_not_fit():

@@ -17,6 +17,7 @@ triton = pytest.importorskip("triton")
 from dcp_fix.exact_triton import leaf_partials_triton, merge_tree_triton, pack_classes  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+ULPS = 32 if DEVICE == "cpu" else 128  # a GPU approximates exp2 and log2
 CLASSES, SCALE, NAN = 8, 0.07, float("nan")
 pytestmark = [
     pytest.mark.timeout(120),
@@ -71,9 +72,9 @@ def test_leaves_against_the_reference(cache_format, splits):
     pieces = [out.unflatten(0, (splits, 4)), lse.unflatten(0, (splits, 4))]
     for leaf in range(4):
         got = exact.merge_tree_reference(pieces[0][:, leaf], pieces[1][:, leaf])
-        assert close(got[0], want[0][leaf], ulps=32, floor=1.0)
+        assert close(got[0], want[0][leaf], ulps=ULPS, floor=1.0)
         assert torch.equal(got[1] == -torch.inf, want[1][leaf] == -torch.inf)
-        assert close(got[1], want[1][leaf], ulps=8, floor=1.0)
+        assert close(got[1], want[1][leaf], ulps=ULPS / 4, floor=1.0)
 
 
 @pytest.mark.parametrize("nodes", [1, 2, 8])

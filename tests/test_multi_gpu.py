@@ -35,7 +35,7 @@ def test_one_command_makes_one_record_and_a_short_table(done):
     assert record["command"].startswith("python -m dcp_fix multi-gpu --device cpu --ranks 2")
     assert all(ok for *_, ok in record["results"]["summary"])
     for text in (
-        "threads on",
+        "threads, 2 ranks",
         "processes, 2 ranks",
         "ladder",
         "DCP 1, 2: ag_rs",

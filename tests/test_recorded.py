@@ -8,7 +8,9 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
+import nbformat
 import pytest
+from norm_rope_cases import CASES
 
 from dcp_fix import evidence, ladder, ladder_report, recorded, verify, verify_report
 from dcp_fix.costs import workspace_peak
@@ -62,7 +64,7 @@ def check(record, computed):
 def test_a_committed_record_holds_what_a_cpu_computes(name, computed):
     check(RECORDS[name], computed)
     assert RECORDS[name]["commit"], "a record without a commit proves nothing about this code"
-    paths = [word for word in shlex.split(RECORDS[name]["command"]) if "/" in word]
+    paths = [word.split("=")[-1] for word in shlex.split(RECORDS[name]["command"]) if "/" in word]
     assert all((ROOT / path).exists() for path in paths), "name the file in a command without its folder"
     assert recorded.facts(RECORDS[name])
 
@@ -85,15 +87,60 @@ def test_the_readme_shows_every_record():
     assert f"-->\n{table}\n<!-- end of records -->" in (ROOT / "README.md").read_text()
 
 
-def test_exact_mode_on_a_gpu_holds_but_for_the_first_pass_of_the_process():
-    """README: DCP1 on the dense class, which ran first, differs from all others, under either combine."""
-    exact, ordinary = (
-        {(row["prompt_class"], row["dcp"]): row["logits"] for row in RECORDS[name]["results"]["rows"]}
-        for name in ("h200_exact", "h200_verify_graphs")
-    )
-    assert len({tuple(exact["1536", size]) for size in (1, 2, 4, 8)}) == 1
-    assert exact["512", 2] == exact["512", 4] == exact["512", 8] != exact["512", 1]
-    assert ordinary["512", 2][0] == ordinary["512", 4][0] != ordinary["512", 1][0]
+def test_every_case_of_the_fused_kernel_was_compiled_and_run():
+    outcomes = recorded.outcomes(RECORDS["h200_kernels"])
+    node = "tests/gpu/test_gpu_kernels.py::test_every_case_compiled[{}]".format
+    assert {name: outcomes.get(node(name)) for name in CASES} == dict.fromkeys(CASES, "passed") and len(CASES) >= 67
+
+
+def test_every_page_ran_beside_a_gpu_with_the_outputs_of_a_cpu():
+    outcomes = recorded.outcomes(RECORDS["h200_notebooks"])
+    pages = sorted((ROOT / "notebooks").glob("0[0-7]_*.ipynb"))
+    for page in pages:
+        cells = [cell for cell in nbformat.read(page, as_version=4).cells if cell.cell_type == "code"]
+        names = [f"notebooks/{page.name}::Cell {number}" for number in range(len(cells))]
+        assert [outcomes.get(name) for name in names] == ["passed"] * len(cells)
+    assert len(pages) == 8
+
+
+def logits_digests(run):
+    """{(class, DCP size): digest per step} of a verification."""
+    return {(row["prompt_class"], row["dcp"]): row["logits"] for row in run["rows"]}
+
+
+def test_exact_mode_on_gpus_has_one_digest_per_step():
+    """README: threads on one H200 and two over NCCL, every class and size, plain and as CUDA graphs."""
+    host = [run for run in recorded.verifications(RECORDS["h200x2_host"]) if run["settings"]["combine"] == "exact"]
+    alone = [RECORDS[name]["results"] for name in ("h200_exact", "h200_exact_graphs")]
+    for run in (*alone, *host):
+        digests, sizes = logits_digests(run), run["settings"]["dcp"]
+        assert len(digests) == len(corpus.CLASSES) * len(sizes)
+        assert all(digests[name, size] == digests[name, sizes[0]] for name in corpus.CLASSES for size in sizes)
+    assert logits_digests(alone[0]) == logits_digests(alone[1])
+    assert {(run["transport"], run["settings"]["tp"]) for run in host} == {("threads", 4), ("nccl", 2), ("gloo", 4)}
+
+
+def test_the_ordinary_combine_differs_where_it_combines():
+    """README: a dense prefill combines nothing, so its first row of logits has the same bits; no later one has."""
+    digests = logits_digests(RECORDS["h200_verify_graphs"]["results"])
+    for size in (2, 4):
+        assert digests["512", size][0] == digests["512", 1][0]
+        assert not set(digests["512", size][1:]) & set(digests["512", 1][1:])
+        assert not set(digests["8192", size]) & set(digests["8192", 1])
+
+
+def test_the_readme_says_what_exact_mode_costs():
+    rows = RECORDS["h200_bench"]["results"]["rows"]
+    key = lambda row: (row["dcp"], row["context"], row["tokens"])  # noqa: E731
+    ordinary = {key(row): row for row in rows if row["method"] == "a2a"}
+    readme = " ".join((ROOT / "README.md").read_text().split())
+    for dcp, classes in ((4, 4), (4, 8), (1, 8)):
+        of = [row for row in rows if (row["dcp"], row["classes"]) == (dcp, classes)]
+        times = [row["attend_ms"] / ordinary[key(row)]["attend_ms"] for row in of]
+        assert f"D={dcp}, C={classes}: {min(times):.2f} to {max(times):.2f}" in readme
+        assert all(row["bytes"] == ordinary[key(row)]["bytes"] for row in of)
+    steps = [row["step_ms"] / ordinary[key(row)]["step_ms"] for row in rows if row["dcp"] == 4 and row["classes"]]
+    assert f"{min(steps):.2f} to {max(steps):.2f} of the ordinary step" in readme
 
 
 ONE_OF_EACH = """
