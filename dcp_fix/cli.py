@@ -58,6 +58,7 @@ def reproduce(
         Literal["zeros", "noise", "previous"],
         typer.Option(help="What unwritten memory holds: zeros, noise, or another request's rows."),
     ] = "previous",
+    classes: Annotated[str, typer.Option(help="Prompt classes.")] = "512,1536,1024+1536,8192",
     json: Annotated[
         Path | None, typer.Option(dir_okay=False, callback=in_a_folder, help="Write the rows to this file as well.")
     ] = None,
@@ -74,7 +75,7 @@ def reproduce(
     """
     from dcp_fix import ladder
 
-    options = {"tp": tp, "dcp": dcp, "device": device, "checkpoint": checkpoint}
+    options = {"tp": tp, "dcp": dcp, "device": device, "checkpoint": checkpoint, "classes": tuple(classes.split(","))}
     raise typer.Exit(ladder.main(prompts=prompts, stale=stale, json_path=json, **options))
 
 

@@ -23,6 +23,7 @@ from pathlib import Path
 
 from dcp_fix import broken, evidence, machine
 from dcp_fix.engine import GIB, Engine, Generation, default_dtype, resolve_device
+from dcp_fix.errors import UserError
 from dcp_fix.group import GroupError, LocalGroup
 from dcp_fix.model import Model
 from dcp_fix.shard import check_dcp, check_tp
@@ -40,10 +41,8 @@ RUNGS = {
 }
 FIRST, LAST = next(iter(RUNGS)), list(RUNGS)[-1]
 REFERENCE = "DCP1"
-CLASSES = ("512", "1536", "1024+1536", "8192")
-LONG_RUNGS = {
-    "8192": ("+K rows", "+workspace")
-}  # classes that only climb the last rungs: a long prompt is slow on a CPU
+CLASSES = tuple(corpus.CLASSES)
+LONG_RUNGS = {"8192": ("+K rows", "+workspace")}  # classes that only climb the last rungs: slow on a CPU
 NEW_TOKENS = 24
 BUDGET = GIB  # bytes for the split-KV workspace
 OTHER_SEED, OTHER_TOKENS = 1, 256  # the request whose rows lie in the scratch memory: of another seed than the prompts
@@ -177,22 +176,33 @@ def repaired(rows: list[Row], prompts: int) -> bool:
 
 def main(
     prompts: int = 1, stale: str = "previous", json_path: Path | None = None, tp: int = 4, dcp: int = 4,
-    device: str = "cpu", checkpoint: Path | None = None,
+    device: str = "cpu", checkpoint: Path | None = None, classes: tuple[str, ...] = CLASSES,
 ) -> int:  # fmt: skip
     """Run and print the whole ladder, write `json_path` at the end; 0 if the fixes repair it and it was broken, else 1.
 
-    Raises UserError for a damaged checkpoint, sizes that do not divide, or a device that is not here.
+    Raises UserError for a damaged checkpoint, sizes that do not divide, a device that is not here, and for `classes`
+    of which one is unknown or none climbs every rung.
     """
     from dcp_fix import ladder_report
 
+    check_classes(classes)
     setup = load(checkpoint or corpus.CHECKPOINT, tp, dcp, stale, device)
     with ladder_report.progress() as progress:
-        rows = run(setup, prompts, CLASSES, progress=progress)
+        rows = run(setup, prompts, classes, progress=progress)
     ok = repaired(rows, prompts)
     ladder_report.show(rows, prompts, setup, ok)
     if json_path:
         evidence.record(json_path, machine.command_line(), ladder_report.as_json(rows, prompts, setup, ok))
     return 0 if ok else 1
+
+
+def check_classes(classes: tuple[str, ...]) -> None:
+    """Raise UserError for a class that is unknown, or if all of them skip the first rung."""
+    for name in classes:
+        if name not in CLASSES:
+            raise UserError(f"prompt class {name!r} is not one of {', '.join(CLASSES)}")
+    if set(classes) <= set(LONG_RUNGS):
+        raise UserError(f"prompts of {', '.join(classes)} tokens climb the last rungs only; name another class as well")
 
 
 def load(checkpoint: Path, tp: int, dcp: int, stale: str, device: str) -> Setup:

@@ -89,10 +89,11 @@ def test_an_unknown_command_is_refused_without_a_traceback():
 
 def test_reproduce_passes_its_options_on(monkeypatch, ladder, tmp_path):
     status = run_main(
-        monkeypatch, "reproduce", "--prompts", "3", "--stale", "noise", "--json", str(tmp_path / "r.json"), "--dcp", "2"
-    )
+        monkeypatch, "reproduce", "--prompts", "3", "--stale", "noise", "--json", str(tmp_path / "r.json"),
+        "--dcp", "2", "--classes", "512,8192",
+    )  # fmt: skip
     assert status == 0
-    options = {"tp": 4, "dcp": 2, "device": "cpu", "checkpoint": None}
+    options = {"tp": 4, "dcp": 2, "device": "cpu", "checkpoint": None, "classes": ("512", "8192")}
     assert ladder.calls == [({"prompts": 3, "stale": "noise", "json_path": tmp_path / "r.json"} | options,)]
 
 

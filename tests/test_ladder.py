@@ -159,14 +159,12 @@ def test_repaired_means_none_at_first_and_all_at_last(first, last, ok):
 # --- the command ------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def short(small, monkeypatch):
-    monkeypatch.setattr(ladder, "CLASSES", CLASSES[:1])
+SHORT = CLASSES[:1]
 
 
-def test_main_prints_and_records_the_same_and_exits_zero(folder, short, rows, tmp_path, capsys):
+def test_main_prints_and_records_the_same_and_exits_zero(folder, small, rows, tmp_path, capsys):
     path = tmp_path / "r.json"
-    assert ladder.main(checkpoint=folder, json_path=path) == 0
+    assert ladder.main(checkpoint=folder, json_path=path, classes=SHORT) == 0
     printed, written = capsys.readouterr(), evidence.load_record(path)["results"]
     assert written["repaired"] and written["prompts"] == 1 and written["stale"] == "previous"
     again = [[asdict(answer) for answer in row.answers] for row in rows if row.prompt_class == "512"]
@@ -189,14 +187,14 @@ def test_the_table_names_every_row(folder, rows, capsys, monkeypatch, width):
     assert rows[-1].answers[0].text[: width // 8] in table[-2]
 
 
-def test_without_dcp_nothing_was_broken(folder, short, capsys):
-    assert ladder.main(checkpoint=folder, tp=2, dcp=1) == 1
+def test_without_dcp_nothing_was_broken(folder, small, capsys):
+    assert ladder.main(checkpoint=folder, tp=2, dcp=1, classes=SHORT) == 1
     assert "NOT the expected picture" in capsys.readouterr().out
 
 
-def test_a_last_rung_that_is_still_broken_fails(folder, short, monkeypatch):
+def test_a_last_rung_that_is_still_broken_fails(folder, small, monkeypatch):
     monkeypatch.setattr(ladder, "RUNGS", {FIRST: RUNGS[FIRST], LAST: Ops(route=broken.attend_unrouted)})
-    assert ladder.main(checkpoint=folder) == 1
+    assert ladder.main(checkpoint=folder, classes=SHORT) == 1
 
 
 @pytest.mark.parametrize(
@@ -207,6 +205,8 @@ def test_a_last_rung_that_is_still_broken_fails(folder, short, monkeypatch):
         ({"device": "gpu"}, "'gpu' is unknown"),
         ({"device": "cuda:99"}, "cuda:99"),
         ({"stale": "fresh"}, "'fresh' is not one of"),
+        ({"classes": ("512", "9")}, "'9' is not one of 512, 1536"),
+        ({"classes": ("8192",)}, "8192 tokens climb the last rungs only"),
     ],
 )
 def test_bad_input_is_one_clear_line_and_nothing_is_written(folder, tmp_path, options, message):
