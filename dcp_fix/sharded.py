@@ -25,10 +25,11 @@ from torch import Tensor
 
 from dcp_fix import attention, indexer, workspace
 from dcp_fix.blocks import BlockPool
+from dcp_fix.checkpoint import Config
 from dcp_fix.combine import CombineManager, attend_routed
 from dcp_fix.group import Group
 from dcp_fix.kv_cache import BLOCK, LATENT, ROPE, new_index_cache, new_latent_cache, read_index, read_latent
-from dcp_fix.model import INDEX_NORM_EPS, Config, Layer, rope_table
+from dcp_fix.model import INDEX_NORM_EPS, Layer, rope_table
 from dcp_fix.norm_rope import IndexerInputs, fused_norm_rope
 from dcp_fix.ownership import chunk_local_lengths, global_position, local_index, local_length, localise, owner, slots_of
 from dcp_fix.scratch import Scratch

@@ -26,12 +26,13 @@ from pathlib import Path
 import torch
 
 from dcp_fix import combine, exact, ladder, ladder_report, launch, machine, verify_report
+from dcp_fix.checkpoint import Config
 from dcp_fix.engine import Engine, Generation, default_dtype, resolve_device
 from dcp_fix.errors import UserError
 from dcp_fix.evidence import digest, first_difference, record, ulps_apart
 from dcp_fix.exact_attention import METHODS as EXACT
 from dcp_fix.group import TIMEOUT_S, Group, GroupError, LocalGroup
-from dcp_fix.model import Config, Model
+from dcp_fix.model import Model
 from dcp_fix.place import checkpoint_terms, code_terms, inside
 from dcp_fix.shard import check_dcp, check_tp
 from dcp_fix.tiny import corpus

@@ -13,10 +13,10 @@ import pytest
 from norm_rope_cases import CASES
 
 from dcp_fix import evidence, ladder, ladder_report, recorded, verify, verify_report
+from dcp_fix.checkpoint import Config
 from dcp_fix.costs import workspace_peak
 from dcp_fix.engine import Generation
 from dcp_fix.errors import UserError
-from dcp_fix.model import Config
 from dcp_fix.place import checkpoint_terms
 from dcp_fix.tiny import corpus
 

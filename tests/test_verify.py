@@ -11,11 +11,11 @@ import pytest
 import torch
 
 from dcp_fix import broken, cli, combine, engine, launch, verify, verify_report
+from dcp_fix.checkpoint import Config
 from dcp_fix.engine import Generation
 from dcp_fix.errors import UserError
 from dcp_fix.evidence import load_record
 from dcp_fix.group import LocalGroup
-from dcp_fix.model import Config
 from dcp_fix.sharded import Ops
 from dcp_fix.tiny import corpus
 
