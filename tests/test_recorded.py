@@ -82,6 +82,21 @@ def test_twenty_prompts_a_class_climb_the_ladder():
     assert of_rung["+workspace"] == [20, 20, 20, 20]
 
 
+def test_a_dense_prompt_that_survives_unwritten_keys_is_lucky():
+    """README: 1, 2 and 3 of 20 over three kinds of memory, none over all three, and by how little."""
+    survivors, leads, healthy = {}, [], []
+    for stale in ("previous", "zeros", "noise"):
+        rows = {(r["rung"], r["prompt_class"]): r for r in RECORDS[f"reproduce20_{stale}"]["results"]["rows"]}
+        answers = rows["+combine routing", "512"]["answers"]
+        alive = {number for number, answer in enumerate(answers) if answer["first_difference"] is None}
+        survivors[stale], leads = alive, leads + [answers[number]["smallest_margin"] for number in alive]
+        healthy += [answer["smallest_margin"] for answer in rows["DCP1", "512"]["answers"]]
+        assert rows["+K rows", "512"]["equal"] == rows["+workspace", "512"]["equal"] == len(answers) == 20
+    assert {stale: len(alive) for stale, alive in survivors.items()} == {"previous": 1, "zeros": 2, "noise": 3}
+    assert not set.intersection(*survivors.values())
+    assert 0.06 <= min(leads) < 0.07 and min(healthy) >= 6.9
+
+
 def test_the_readme_shows_every_record():
     table = recorded.markdown(ROOT / "notebooks/records")
     assert f"-->\n{table}\n<!-- end of records -->" in (ROOT / "README.md").read_text()
