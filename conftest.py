@@ -24,9 +24,10 @@ class Recorder:
             known = self.outcomes.get(report.nodeid)
             self.outcomes[report.nodeid] = known if known == "failed" else report.outcome
 
-    def pytest_sessionfinish(self, exitstatus):
+    def pytest_sessionfinish(self, session, exitstatus):
         from dcp_fix import evidence, machine
 
-        if exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
+        whole = not (session.shouldfail or session.shouldstop)  # -x and its like
+        if whole and exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
             outcomes = dict(sorted(self.outcomes.items()))
             evidence.record(self.path, machine.command_line(), {"tests": outcomes})

@@ -64,9 +64,7 @@ class Config:
         try:
             raw = json.loads(path.read_text())
         except FileNotFoundError as error:
-            raise CheckpointError(
-                f"{path}: no such file; a checkpoint folder holds config.json, model.safetensors, tokenizer.json"
-            ) from error
+            raise absent(path) from error
         except (json.JSONDecodeError, UnicodeDecodeError) as error:
             raise CheckpointError(f"{path}: not JSON ({error}); restore the file") from error
         if not isinstance(raw, dict) or raw.get("model_type") != "glm_moe_dsa":
@@ -100,6 +98,21 @@ class Config:
         return self.qk_head_dim**-0.5
 
 
+def check_folder(folder: Path) -> Config:
+    """The config of a checkpoint folder that has weights, too. Raises `CheckpointError`."""
+    config, weights = Config.from_json(folder / "config.json"), folder / "model.safetensors"
+    if not weights.is_file():
+        raise absent(weights)
+    return config
+
+
+def absent(path: Path) -> CheckpointError:
+    """What to raise where a file of a checkpoint folder is not there."""
+    return CheckpointError(
+        f"{path}: no such file; a checkpoint folder holds config.json, model.safetensors, tokenizer.json"
+    )
+
+
 def read_weights(path: Path, config: Config) -> dict[str, Tensor]:
     """Every tensor of a safetensors file, checked against `weight_shapes`. Raises `CheckpointError`."""
     from safetensors import SafetensorError
@@ -108,9 +121,7 @@ def read_weights(path: Path, config: Config) -> dict[str, Tensor]:
     try:
         weights = load_file(path)
     except FileNotFoundError as error:
-        raise CheckpointError(
-            f"{path}: no such file; a checkpoint folder holds config.json, model.safetensors, tokenizer.json"
-        ) from error
+        raise absent(path) from error
     except SafetensorError as error:
         raise CheckpointError(f"{path}: damaged or truncated ({error}); restore the file") from error
     for name, shape in weight_shapes(config).items():

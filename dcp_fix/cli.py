@@ -96,10 +96,16 @@ def verify(
     classes: Annotated[str, typer.Option(help="Prompt classes.")] = "512,1536,1024+1536,8192",
     prompts: Annotated[int, typer.Option(min=1, help="Prompts in each class.")] = 1,
     combine: Annotated[
-        str, typer.Option(help="How partial outputs are combined: ag_rs, a2a, or exact for the same bits everywhere.")
+        str,
+        typer.Option(
+            help="How partial outputs are combined: ag_rs, a2a; exact or exact_ag_rs for the same bits everywhere."
+        ),
     ] = "ag_rs",
     logits: Annotated[
-        bool, typer.Option("--logits", help="Demand identical logits as well, and print a digest for every step.")
+        bool,
+        typer.Option(
+            "--logits", help="Demand identical logits, as exact does unasked, and print a digest for every step."
+        ),
     ] = False,
     device: Annotated[str, typer.Option(help="cpu, or cuda for the Triton kernels.")] = "cpu",
     procs: Annotated[

@@ -126,7 +126,7 @@ def write_json(path, value) -> None:
     text = json.dumps(value, indent=2, allow_nan=False) + "\n"
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
-        with open(temporary, "x", encoding="utf-8") as file:
+        with open(temporary, "w", encoding="utf-8") as file:
             file.write(text)
             file.flush()
             os.fsync(file.fileno())

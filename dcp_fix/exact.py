@@ -97,7 +97,7 @@ def node_partial(
 
     attention.sparse_partial, with h = `heads`, the positions `ids` int [T, K] that the slots hold, and `leaf_of` int16
     [positions]: to which of this rank's n `classes` each belongs. `plan` bounds how many tokens' leaves are held at
-    once; without one, all.
+    once; without one, all. The node itself, H * 2052 bytes a token, is the caller's to bound.
     """
     step, splits = (plan.token_chunk, plan.splits) if plan else (len(q), 1)
 
@@ -107,8 +107,11 @@ def node_partial(
 
     if len(q) <= step:
         return attend(slice(None))
-    out, lse = zip(*(attend(slice(start, start + step)) for start in range(0, len(q), step)), strict=True)
-    return torch.cat(out), torch.cat(lse)
+    out, lse = q.new_empty(*q.shape[:2], LATENT, dtype=torch.float32), q.new_empty(q.shape[:2], dtype=torch.float32)
+    for start in range(0, len(q), step):
+        rows = slice(start, start + step)
+        out[rows], lse[rows] = attend(rows)
+    return out, lse
 
 
 def combine_exact(out: Tensor, lse: Tensor, group: Group, result=None, transport: str = "a2a") -> Tensor:

@@ -4,10 +4,11 @@ exact.py makes attention independent of D. What else in a batch would know D, an
 
     prefix cache     a hit covers whole blocks on every rank, 64 * D tokens. How many tokens are computed decides the
                      shape, and so the bits, of every projection. Exact mode hands out runs of C / D blocks: a hit, a
-                     request and an eviction count in 64 * C tokens at every D. Up to 64 * C - 1 tokens more are
+                     request and an eviction count in 64 * C tokens at every D. Up to 64 * (C - D) tokens more are
                      recomputed than the ordinary mode would.
     pieces           rows that go through the sparse path at once; their projections are products too. They are cut
-                     at ROUTE_ROWS alone; the workspace budget streams the leaves inside a piece (exact.plan).
+                     at ROUTE_ROWS alone; the workspace budget streams the leaves inside a piece (exact.plan, which
+                     also replaces `Ops.plan`), and a piece's node, ROUTE_ROWS rows of the group's heads, is not in it.
     splits           of a class on a GPU: from tokens, local heads and classes, never from the gathered heads
     everything else  is the same work at every D: projections, dense prefill (the gathered context is the same bytes),
                      the indexer, norms and fp8 codes (row by row, whichever rows are owned), the sum over TP ranks

@@ -1,7 +1,7 @@
 """What exact mode is for, measured: the same prompt at every DCP size, combined in the ordinary way and exactly.
 
 `compare` says how many logits have other bits than at the first DCP size and by how many units in the last place: data
-for one figure. `near_tie` makes an input on which that matters: it scales one row of the output layer so that the two
+for one figure. `near_tie` makes a model on which that matters: it scales one row of the output layer so that the two
 best tokens of a step lie between the logits of two DCP sizes, which then choose differently.
 
 It does not: judge an answer, or print (notebook 07 does).
@@ -26,7 +26,7 @@ class Bits:
     """One way to combine at one DCP size, against the same way at the first size.
 
     `ulps` [steps, vocabulary]: how far each logit lies apart, in units in the last place of its own fp32 value, for the
-    steps before the tokens part; 0 only where all bits are equal.
+    steps before the tokens part; 0 only where all bits are equal, NaN and the sign of zero included.
     """
 
     combine: str
@@ -74,9 +74,15 @@ def bits(combine: str, size: int, run: Generation, reference: Generation) -> Bit
 
 
 def ulps_of(a: Tensor, b: Tensor) -> Tensor:
-    """The distance of each pair of fp32 numbers, in units in the last place of the larger."""
+    """The distance of each pair of fp32 numbers, in units in the last place of the larger; at least the smallest
+    positive number where the bits differ, and infinite where one is NaN and the other is not the same NaN.
+    """
     x, y = a.double(), b.double()
-    return ((x - y).abs() / unit_in_last_place(torch.maximum(x.abs(), y.abs()), a.dtype)).float()
+    apart = ((x - y).abs() / unit_in_last_place(torch.maximum(x.abs(), y.abs()), a.dtype)).float()
+    smallest = torch.finfo(torch.float32).smallest_normal
+    return torch.where(
+        a.view(torch.int32) == b.view(torch.int32), 0.0, apart.nan_to_num(torch.inf, torch.inf).clamp(smallest)
+    )
 
 
 def near_tie(model: Model, a: Generation, b: Generation) -> tuple[Model, int]:
@@ -93,7 +99,7 @@ def near_tie(model: Model, a: Generation, b: Generation) -> tuple[Model, int]:
     lead[(scale < 1) | (scale > 2) | torch.tensor(a.tokens != b.tokens)] = 0
     step = int(lead.argmax())
     if not lead[step] > 0:
-        raise ValueError("no step with other bits and two positive best logits: take a longer answer")
+        raise ValueError("no step with other bits and two positive best logits near each other: take a longer answer")
     weights = dict(model.weights)
     weights[OUTPUT] = weights[OUTPUT].clone()
     weights[OUTPUT][ranked[step, 1]] *= float(scale[step])

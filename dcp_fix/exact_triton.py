@@ -6,8 +6,9 @@
 
 A leaf is the walk of attention_triton.py over the slots of one class. BLOCK_H and BLOCK_K are the same at every D, so a
 head goes through tensor-core tiles of one shape. In which row of a tile it lies depends on D; tensor cores compute rows
-alike, which the GPU tests check (products of numpy, and so the interpreter, do not). The classes take the place of
-splits, so the grid is no smaller than the ordinary one, and a class is split further only as exact.plan says.
+alike, which the GPU tests check (products of numpy, and so the interpreter, do not). The classes take the
+place of splits; a class is split further as exact.plan says, from the heads of one rank, since a plan must not know D.
+So a small batch at a large D may occupy fewer multiprocessors than the ordinary plan would.
 
 A leaf is computed among another number of heads, tokens and classes under every D, so those are run-time numbers for
 which nothing is specialised (do_not_specialize): one compiled kernel serves them all. Merging is compiled for each P,
@@ -138,10 +139,11 @@ def merge_tree_triton(out: torch.Tensor, lse: torch.Tensor) -> tuple[torch.Tenso
     """exact.merge_tree: out [P, T, H, 512], lse [P, T, H] -> out [T, H, 512], lse [T, H]."""
     if len(out) == 1:
         return out[0], lse[0]
+    out, lse = out.contiguous(), lse.contiguous()
     merged, merged_lse = torch.empty_like(out[0]), torch.empty_like(lse[0])
     if merged_lse.numel():
         _merge_node[(merged_lse.numel(),)](
-            out.contiguous(), lse.contiguous(), merged, merged_lse, merged_lse.numel(), NODES=len(out),
+            out, lse, merged, merged_lse, merged_lse.numel(), NODES=len(out),
             enable_fp_fusion=False,
         )  # fmt: skip
     return merged, merged_lse

@@ -161,7 +161,9 @@ class LocalGroup(Group):
 
 
 def _probe(rank: int, size: int) -> torch.Tensor:
-    """[size, 2]: numbers that name rank and row, and a column whose fp32 sum is 0 in rank order and in no other."""
+    """[size, 2]: numbers that name rank and row, and a column whose fp32 sum is 0 if the first rank comes first and the
+    last one last, and from three ranks on not 0 in the reverse order.
+    """
     order = ORDER_PROBE if rank == 0 else -ORDER_PROBE if rank == size - 1 else 1.0
     return torch.stack([1.0 + torch.arange(size) + 100 * rank, torch.full((size,), order)], dim=1)
 

@@ -29,6 +29,7 @@ STOP_S = GRACE_S + 5.0  # how long the other ranks may take to leave after one h
 KILL_S = 2.0  # between asking a rank to end and killing it
 LOOK_S = 0.02  # between two looks at the ranks
 DIFFERS = 1  # an exit status that is a result: the ranks did their work and found a difference
+RANK_DIFFERS = 4  # how a rank tells its launcher so: Python itself ends with 1 when it cannot even import
 FAULT = 70  # exit status of a rank that raised what nobody expected
 INTERRUPTED = 128 + signal.SIGINT
 
@@ -39,7 +40,8 @@ def launch(command: list[str], procs: int) -> int:
     store, ranks = dist.PrefixStore(prefix(), server), []
     try:
         with termination_interrupts():
-            ranks += [start(command, rank, procs, server.port) for rank in range(procs)]
+            for rank in range(procs):
+                ranks.append(start(command, rank, procs, server.port))
             status = wait(ranks, store)
     except KeyboardInterrupt:
         print("interrupted: stopping the ranks", file=sys.stderr)
@@ -57,7 +59,8 @@ def rank_process(main: Callable[[], int]) -> int:
     Without destructors, since torch's would wait for the ranks that are gone.
     """
     try:
-        return main()
+        status = main()
+        return RANK_DIFFERS if status == DIFFERS else status
     except UserError:
         raise
     except GroupError as error:
@@ -89,17 +92,18 @@ def wait(ranks: list[subprocess.Popen], store) -> int:
         time.sleep(LOOK_S)
     failed = first_failed(ranks)
     if failed is None:
-        return 0
+        return DIFFERS if any(rank.returncode == RANK_DIFFERS for rank in ranks) else 0
     code, deadline = ranks[failed].returncode, time.monotonic() + STOP_S
     report_failure(store, f"rank {failed} of {len(ranks)} {ending(code)}")
     while running(ranks) and time.monotonic() < deadline:
         time.sleep(LOOK_S)
-    return code if code > 0 else 128 - code
+    return 128 - code if code < 0 else FAULT if code == DIFFERS else code
 
 
 def first_failed(ranks: list[subprocess.Popen]) -> int | None:
-    """The lowest rank that has ended with another status than 0."""
-    return next((number for number, rank in enumerate(ranks) if rank.poll()), None)
+    """The lowest rank that has ended without doing its work."""
+    done = (None, 0, RANK_DIFFERS)
+    return next((number for number, rank in enumerate(ranks) if rank.poll() not in done), None)
 
 
 def running(ranks: list[subprocess.Popen]) -> bool:

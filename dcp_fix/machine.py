@@ -68,7 +68,8 @@ def commit() -> tuple[str | None, bool | None]:
     sha = output_of(["git", "-C", str(root), "rev-parse", "HEAD"])
     if sha is None:
         return None, None
-    return sha.strip(), bool(output_of(["git", "-C", str(root), "status", "--porcelain", "--untracked-files=no"]))
+    changes = output_of(["git", "-C", str(root), "status", "--porcelain", "--untracked-files=no"])
+    return sha.strip(), None if changes is None else bool(changes)
 
 
 def output_of(command: list[str]) -> str | None:
@@ -83,5 +84,14 @@ def command_line() -> str:
     """This process's command, quoted for a shell; program and absolute paths by their name, without the folder."""
     program = Path(sys.argv[0])
     name = f"python -m {program.parent.name}" if program.name == "__main__.py" else program.name
-    arguments = (Path(word).name if Path(word).is_absolute() else word for word in sys.argv[1:])
-    return " ".join([name, *map(shlex.quote, arguments)])
+    return " ".join([name, *(shlex.quote(without_folder(word)) for word in sys.argv[1:])])
+
+
+def without_folder(word: str) -> str:
+    """An absolute path, or the value of an option that is one, by its name.
+
+    >>> without_folder("/elsewhere/r.json"), without_folder("--record=/elsewhere/r.json"), without_folder("tests/gpu")
+    ('r.json', '--record=r.json', 'tests/gpu')
+    """
+    option, equals, value = word.rpartition("=")
+    return option + equals + (Path(value).name if Path(value).is_absolute() else value)

@@ -14,6 +14,7 @@ It does not: span hosts (`torchrun ... -m dcp_fix verify`), compare with other s
 """
 
 import json
+import math
 import sys
 import tempfile
 from collections.abc import Callable
@@ -32,7 +33,7 @@ from dcp_fix.errors import UserError
 from dcp_fix.evidence import record, write_json
 from dcp_fix.group import Group, LocalGroup
 from dcp_fix.model import Model
-from dcp_fix.place import checkpoint_terms, code_terms, inside
+from dcp_fix.place import checkpoint_terms, code_terms, enough_gpus, inside
 from dcp_fix.tiny import corpus
 from dcp_fix.torch_group import joined
 
@@ -96,6 +97,8 @@ def main(plan: Plan, record_path: Path | None = None, part: str | None = None, o
         if part is None:
             raise UserError("multi-gpu starts its ranks itself: run it without torchrun, once per host")
         return launch.rank_process(lambda: as_process(plan, part, out))
+    if plan.device == "cuda":
+        enough_gpus(plan.ranks, share=False)
     for settings in (settings for name in plan.parts() for settings in plan.settings(name)):
         settings.check()
     results, rows, status = {}, [], 0
@@ -214,7 +217,8 @@ def summary(part: str, ranks: int, result: dict) -> list[tuple[str, str, str, bo
 
 def verify_row(report: dict) -> tuple[str, str, bool]:
     """One verification."""
-    settings, ulps = report["settings"], max(row["ulps"] for row in report["rows"])
+    settings = report["settings"]
+    ulps = max(math.inf if row["ulps"] is None else row["ulps"] for row in report["rows"])
     graphs = ", CUDA graphs" if settings["cuda_graphs"] else ""
     return (
         f"DCP {verify.listed(settings['dcp'])}: {settings['combine']}{graphs}",

@@ -59,16 +59,21 @@ class Place:
         """The CPU, or the GPU that this rank has to itself or shares. Raises UserError if there are too few."""
         if torch.device(name).type != "cuda":
             return torch.device(name)
-        gpus = torch.cuda.device_count()
-        if not gpus or (self.local_size > gpus and not share_gpus):
-            remedy = "; with --share-gpus ranks share them and collectives go over gloo" if gpus else ""
-            raise UserError(f"{self.local_size} ranks on a host with {gpus} GPUs: NCCL needs one GPU per rank{remedy}")
-        return torch.device("cuda", self.local_rank % gpus)
+        return torch.device("cuda", self.local_rank % enough_gpus(self.local_size, share_gpus))
 
 
 def inside() -> bool:
     """Whether a launcher started this process as a rank."""
-    return "RANK" in os.environ and "WORLD_SIZE" in os.environ
+    return all(name in os.environ for name in VARIABLES)  # job schedulers set some of them
+
+
+def enough_gpus(ranks: int, share: bool) -> int:
+    """How many GPUs this host has. Raises UserError if there are too few for `ranks`, or none to `share`."""
+    gpus = torch.cuda.device_count()
+    if not gpus or (ranks > gpus and not share):
+        remedy = "; verify --share-gpus lets ranks share them, over gloo" if gpus else ""
+        raise UserError(f"{ranks} ranks on a host with {gpus} GPUs: NCCL needs one GPU per rank{remedy}")
+    return gpus
 
 
 def connect(place: Place, serve: bool = False) -> dist.Store:

@@ -83,11 +83,21 @@ class TorchGroup(Group):
     def broadcast(self, x, src=0, out=None):
         data = self._bytes(x).clone()
         source = self.members[src]
-        self._carry("broadcast", x, lambda: dist.broadcast(data, source, group=self.process_group, async_op=True))
+        self._carry(
+            f"broadcast(src={src})", x, lambda: dist.broadcast(data, source, group=self.process_group, async_op=True)
+        )
         return _into(out, self._tensor(data, x, x.shape))
+
+    def share(self, jobs):
+        """As Group.share. Counted, since a replayed CUDA graph starts its collectives without a word."""
+        self.watch.check()
+        self.watch.reach(f"share of {len(jobs)} jobs")
+        return super().share(jobs)
 
     def subgroup(self, size):
         _group_size(size, self.size)
+        if size == self.size:
+            return self
         if size not in self.made:
             self.made[size] = self._subgroup(size)
         return self.made[size]

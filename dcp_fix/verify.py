@@ -26,14 +26,14 @@ from pathlib import Path
 import torch
 
 from dcp_fix import combine, exact, ladder, ladder_report, launch, machine, verify_report
-from dcp_fix.checkpoint import Config
+from dcp_fix.checkpoint import Config, check_folder
 from dcp_fix.engine import Engine, Generation, default_dtype, resolve_device
 from dcp_fix.errors import UserError
 from dcp_fix.evidence import digest, first_difference, record, ulps_apart
 from dcp_fix.exact_attention import METHODS as EXACT
 from dcp_fix.group import TIMEOUT_S, Group, GroupError, LocalGroup
 from dcp_fix.model import Model
-from dcp_fix.place import checkpoint_terms, code_terms, inside
+from dcp_fix.place import checkpoint_terms, code_terms, enough_gpus, inside
 from dcp_fix.shard import check_dcp, check_tp
 from dcp_fix.tiny import corpus
 from dcp_fix.torch_group import joined
@@ -61,8 +61,7 @@ class Settings:
 
     def check(self) -> None:
         """Raise UserError for what cannot run, before anything is started."""
-        config = Config.from_json(Path(self.checkpoint) / "config.json")
-        check_tp(config, self.tp)
+        check_tp(check_folder(Path(self.checkpoint)), self.tp)
         for size in self.dcp:
             check_dcp(self.tp, size)
         if len(set(self.dcp)) < 2 or len(set(self.dcp)) < len(self.dcp):
@@ -137,8 +136,9 @@ class Report:
 
     @property
     def wrong(self) -> list[Row]:
-        """The runs that differ from the reference in what must be the same."""
-        return [row for row in self.rows if not row.same or (self.settings.logits and not row.logits_identical)]
+        """The runs that differ from the reference in what must be the same: exact mode promises the logits."""
+        bits = self.settings.logits or self.settings.combine in EXACT
+        return [row for row in self.rows if not row.same or (bits and not row.logits_identical)]
 
     @property
     def ok(self) -> bool:
@@ -270,6 +270,8 @@ def main(
     if procs is not None:
         if procs != settings.tp:
             raise UserError(f"--procs {procs} with --tp {settings.tp}: a process is a rank; give both the same number")
+        if settings.device == "cuda":
+            enough_gpus(procs, settings.share_gpus)
         return launch.launch([sys.executable, "-m", "dcp_fix", *sys.argv[1:]], procs)
     return finish(as_threads(settings, timeout), 0, record_path)
 

@@ -3,6 +3,7 @@
 It does not: run or compare anything (verify.py).
 """
 
+import math
 import sys
 from dataclasses import asdict
 
@@ -41,7 +42,7 @@ def table(report) -> Table:
             grid.add_section()
         last = row.prompt_class, row.number
         equal = "yes" if row.first_token is None else f"differs at {row.first_token}"
-        where = row.first_layer or "nowhere"
+        where = row.first_layer or ("nowhere" if row.logits_identical else "not traced")  # as a replayed graph is not
         grid.add_row(row.prompt_class, str(row.dcp), str(row.cached), equal, logits(row), where, row.sha256[:16])
     return grid
 
@@ -86,8 +87,13 @@ def as_json(report) -> dict:
         "dtype": str(report.settings.dtype).removeprefix("torch."),
         "transport": report.transport,
         "devices": report.devices,
-        "rows": [asdict(row) | {"same": row.same} for row in report.rows],
+        "rows": [finite(asdict(row)) | {"same": row.same} for row in report.rows],
         "odd_ranks": report.odd_ranks,
         "ok": report.ok,
         "verdict": verdict(report),
     }
+
+
+def finite(row: dict) -> dict:
+    """None for what JSON cannot say: logits that are NaN lie infinitely far apart."""
+    return {name: None if isinstance(v, float) and not math.isfinite(v) else v for name, v in row.items()}

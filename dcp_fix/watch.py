@@ -7,6 +7,7 @@ and knows within BEAT_S seconds
     failed     a rank raised, or its launcher saw it end: whoever learns it first writes it down, once
     silent     a rank's beats stopped for SILENCE_S: dead, stopped, or cut off with its host
     late       a rank is behind the others and has not moved for `timeout`: it hangs, or went another way
+    stuck      all are equally far, and none has moved for `timeout`
     returned   a rank is finished while others wait for it
     no store   the launcher is gone, and the ranks would be orphans
 
@@ -38,10 +39,10 @@ class Watch:
     ) -> None:
         self.store, self.rank, self.size = store, rank, size
         self.timeout, self.silence, self.grace = timeout, silence, grace
-        self.count, self.where, self.finished = 0, "the start", False
+        self.at, self.finished = (0, "the start"), False  # collectives begun and the last one: one value, never torn
         self.failure: str | None = None
         self.beats, self.seen = 0, {}  # rank -> (its beat, since when I know it, since when its count has stood still)
-        self.closed = threading.Event()
+        self.closed, self.writing = threading.Event(), threading.Lock()
         self.thread = threading.Thread(target=self._run, daemon=True, name=f"watch{rank}")
         self.beat()
 
@@ -51,7 +52,7 @@ class Watch:
 
     def reach(self, what: str) -> None:
         """The main thread begins a collective."""
-        self.count, self.where = self.count + 1, what
+        self.at = self.at[0] + 1, what
 
     def check(self) -> None:
         """Raise GroupError if the group has failed."""
@@ -72,11 +73,11 @@ class Watch:
             time.sleep(2 * BEAT_S)
             if not self.failure and (reason := self.differing()):
                 self.fail(reason)
-        return GroupError(self.failure or f"rank {self.rank} of {self.size}: {self.where} failed: {error}")
+        return GroupError(self.failure or f"rank {self.rank} of {self.size}: {self.at[1]} failed: {error}")
 
     def differing(self) -> str | None:
         """Ranks that are in the same collective by number and in another by name."""
-        here = {rank: beat["where"] for rank, (beat, *_) in self.seen.items() if beat["count"] == self.count}
+        here = {rank: beat["where"] for rank, (beat, *_) in self.seen.items() if beat["count"] == self.at[0]}
         calls = "; ".join(f"rank {rank}: {where}" for rank, where in sorted(here.items()))
         return f"the ranks called different collectives: {calls}" if len(set(here.values())) > 1 else None
 
@@ -105,9 +106,10 @@ class Watch:
 
     def beat(self) -> None:
         """Tell the others where this rank is."""
-        self.beats += 1
-        mine = {"beat": self.beats, "count": self.count, "where": self.where, "finished": self.finished}
-        self.store.set(f"beat/{self.rank}", json.dumps(mine))
+        with self.writing:  # two threads write it, and the older beat must not come last
+            self.beats, (count, where) = self.beats + 1, self.at
+            mine = {"beat": self.beats, "count": count, "where": where, "finished": self.finished}
+            self.store.set(f"beat/{self.rank}", json.dumps(mine))
 
     def known(self, rank: int) -> dict:
         """The last beat of a rank."""
@@ -138,12 +140,14 @@ class Watch:
         return None
 
     def behind(self, now: float) -> str | None:
-        """A rank that the others wait for: it has returned, or has not moved for `timeout`, or went another way."""
+        """A rank that the others wait for: it has returned, has not moved for `timeout`, or went another way; or all
+        ranks, if none has moved.
+        """
         last = min(self.seen, key=lambda rank: self.seen[rank][0]["count"])
         first = max(self.seen, key=lambda rank: self.seen[rank][0]["count"])
         (beat, _, moved), ahead = self.seen[last], self.seen[first][0]
         if beat["count"] == ahead["count"]:
-            return self.differing() if now - moved > self.timeout else None
+            return self.differing() or self.stuck(now) if now - moved > self.timeout else None
         if beat["finished"]:
             return f"rank {last} of {self.size} returned while others wait for it in {place(ahead)}"
         if now - moved > self.timeout:
@@ -152,6 +156,13 @@ class Watch:
                 f"{place(beat)}, rank {first} at {place(ahead)}"
             )
         return None
+
+    def stuck(self, now: float) -> str | None:
+        """All ranks, if none has moved for `timeout` and not all are done."""
+        beats, moved = [beat for beat, *_ in self.seen.values()], max(moved for *_, moved in self.seen.values())
+        if all(beat["finished"] for beat in beats) or now - moved <= self.timeout:
+            return None
+        return f"no rank of {self.size} has moved for {self.timeout:g} s: all are at {place(beats[0])}"
 
 
 def place(beat: dict) -> str:

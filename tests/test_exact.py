@@ -10,6 +10,7 @@ import sys
 from dataclasses import dataclass, replace
 from functools import partial
 from random import Random
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from ranks import run_ranks
 
 from dcp_fix import cli, combine, exact, exact_attention, exact_compare, launch, sharded, verify, workspace
 from dcp_fix.attention import sparse_partial_reference
+from dcp_fix.checkpoint import Config
 from dcp_fix.engine import Engine
 from dcp_fix.errors import UserError
 from dcp_fix.evidence import close, same_bytes
@@ -384,6 +386,30 @@ def test_the_difference_in_numbers_and_a_token_that_flips(model):
     assert rows["exact", 8].digests == rows["exact", 1].digests
 
 
+def test_only_equal_bits_are_no_distance_apart():
+    nan, one = float("nan"), 1.0 + 2**-23
+    a, b = torch.tensor([1.0, 1.0, 0.0, nan, nan, 1.0]), torch.tensor([1.0, one, -0.0, nan, 1.0, nan])
+    got = exact_compare.ulps_of(a, b)
+    assert got[:2].tolist() == [0.0, 1.0] and 0 < got[2] < 1e-30
+    assert got[3:].tolist() == [0.0, float("inf"), float("inf")]
+    assert exact_compare.Bits("a2a", 2, [], [], got, None).differing == pytest.approx(4 / 6)
+
+
+@pytest.mark.parametrize("length", [1, 64, 700, 8192])
+def test_plans_and_pools_do_not_know_the_dcp_size(length):
+    """A GPU splits as the plan says, and evictions come when the pool is full: both would show in the bits."""
+    config = Config.from_json(corpus.CHECKPOINT / "config.json")
+    pools = {ExactAttention.pool(length, size, CLASSES).num_blocks * size for size in SIZES}
+    assert len(pools) == 1
+    asked = []
+    for size in SIZES:
+        attention = ExactAttention.__new__(ExactAttention)
+        attention.heads, attention.classes, attention.config = 2, CLASSES, config
+        attention.dcp, attention.num_sms, attention.workspace_budget = SimpleNamespace(size=size), 132, 1 << 30
+        asked.append(attention.plan(min(length, 1024)))
+    assert asked == [asked[0]] * len(SIZES)
+
+
 def cells(told):
     """The table of steps."""
     table = told[told.index("SHA256 of the logits") :]
@@ -400,7 +426,8 @@ def test_verify_demands_equal_logits_and_prints_one_digest_per_step(capsys):
     assert cells(told) == [["512", str(step), digest[:16], "1, 2"] for step, digest in enumerate(steps)]
     parted = [report.rows[0], replace(report.rows[1], logits=["f" * 64, *steps[1:]], logits_identical=False)]
     parted = replace(report, rows=parted)
-    assert parted.rows[1].same and replace(parted, settings=replace(asked, logits=False)).ok
+    assert parted.rows[1].same and not replace(parted, settings=replace(asked, logits=False)).ok  # exact promises bits
+    assert replace(parted, settings=replace(asked, logits=False, combine="a2a")).ok
     assert verify.finish(parted, 0, None) == launch.DIFFERS
     told = capsys.readouterr().out
     assert "1 of 2 runs differ from DCP1." in told

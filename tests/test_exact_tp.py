@@ -65,6 +65,10 @@ def test_a_sum_over_neighbours_is_a_node_of_any_larger_one():
     assert doctest.testmod(exact_tp).failed == 0
 
 
+def test_a_sum_is_rounded_at_its_root_alone():
+    assert exact_tp.tree_sum([torch.tensor(x).bfloat16() for x in (256.0, 1.0, 1.0, 0.0)]).bfloat16() == 258
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [({"shards": 6}, "6 canonical shards over 1 ranks"), ({"combine": "a2a"}, "'a2a', whose bits depend on DCP"),

@@ -77,6 +77,20 @@ def test_leaves_against_the_reference(cache_format, splits):
         assert close(got[1], want[1][leaf], ulps=ULPS / 4, floor=1.0)
 
 
+def test_strides_and_the_scale_of_a_cache_are_heeded():
+    """q, slots, ids and lse as the engine may cut them out of larger tensors; an "fp8" cache with its own scale."""
+    q, ids, rows = randn(4, 12, 576)[:, ::2], chosen(4, 130, 70).repeat(1, 2)[:, ::2], randn(130, 576, seed=2)
+    ids = torch.where(torch.arange(70) < 35, ids, -1)  # each key once
+    kv, scale = new_latent_cache(3, "fp8", 64), 0.05
+    write_latent(kv, rows[:, :512], rows[:, 512:], torch.arange(130), "fp8", scale)
+    given = (kv, ids, ids, leaves_of(130, 4), 4, 2, SCALE, "fp8", scale)
+    out, lse = on_device(leaf_partials_triton, q, *given)
+    want = exact.leaf_partials_reference(q.contiguous(), *given)
+    assert close(out, want[0], ulps=ULPS, floor=1.0) and close(lse.exp(), want[1].exp(), ulps=ULPS, floor=1.0)
+    got = on_device(merge_tree_triton, out.transpose(1, 2).contiguous().transpose(1, 2), lse.mT.contiguous().mT)
+    assert close(got[0], exact.merge_tree_reference(out, lse)[0], ulps=4, floor=1.0)
+
+
 @pytest.mark.parametrize("nodes", [1, 2, 8])
 def test_the_tree_against_the_reference(nodes):
     out, lse = randn(nodes, 3, 5, 512), 3 * randn(nodes, 3, 5, seed=1)

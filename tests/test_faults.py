@@ -19,7 +19,7 @@ import pytest
 import torch
 from ranks import run_processes, run_ranks
 
-from dcp_fix import place, verify
+from dcp_fix import launch, place, verify
 from dcp_fix.errors import UserError
 from dcp_fix.evidence import load_record
 from dcp_fix.tiny import corpus
@@ -118,6 +118,44 @@ def test_different_collectives_are_listed():
     ranks = run_ranks(2, differs, timeout=1.0)
     assert all(re.match(f"GroupError: the ranks called different collectives: {calls}", e) for e in errors(ranks))
     assert max(rank.seconds for rank in ranks) < QUICK
+
+
+def sleeps(group):
+    ones(group)
+    time.sleep(90)
+
+
+def test_ranks_that_all_stand_still_are_ended():
+    """As where the collectives of a replayed CUDA graph hang: no rank is behind another."""
+    ranks = run_ranks(2, sleeps, timeout=1.0, grace=1.0)
+    assert [rank.status for rank in ranks] == [STOPPED] * 2
+    assert max(rank.seconds for rank in ranks) < QUICK
+
+
+def shares(group):
+    for _ in range(3):
+        group.replicated(lambda: None)
+        if group.rank == 1:
+            return
+    time.sleep(90)
+
+
+def test_a_replay_that_others_do_not_join_is_noticed():
+    """A replay calls no collective by name, but `replicated` around it counts."""
+    ranks = run_ranks(2, shares, timeout=60.0, grace=1.0)
+    assert re.match("GroupError: rank 1 of 2 returned while others wait for it in share of 1 jobs", ranks[1].error)
+    assert ranks[0].status == STOPPED and max(rank.seconds for rank in ranks) < QUICK
+
+
+def broadcasts(group):
+    ones(group)
+    return group.broadcast(torch.ones(2), src=group.rank)
+
+
+def test_a_broadcast_from_two_sources_is_listed():
+    ranks = run_ranks(2, broadcasts, timeout=1.0)
+    calls = r"rank 0: broadcast\(src=0\) of float32 \[2\]; rank 1: broadcast\(src=1\)"
+    assert any(re.search(calls, error) for error in errors(ranks))
 
 
 def waits(group):
@@ -260,7 +298,7 @@ def test_ctrl_c_ends_every_rank(running):
 
 
 def test_termination_ends_even_ranks_that_ignore_it():
-    stubborn = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); print('ready', flush=True); "
+    stubborn = "import os, signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); os.write(1, b'ready\\n'); "
     code = f"import sys; from dcp_fix.launch import launch; sys.exit(launch([sys.executable, '-c', {stubborn!r} "
     code += "'time.sleep(90)'], 2))"
     launcher = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, text=True)
@@ -269,6 +307,34 @@ def test_termination_ends_even_ranks_that_ignore_it():
     launcher.terminate()
     assert launcher.wait(40) == 128 + signal.SIGINT
     assert len(ranks) == 2 and not any(map(alive, ranks))
+
+
+@pytest.mark.parametrize(
+    "code, status, said",
+    [
+        ("import nothing_of_this_name", launch.FAULT, "of 2 ended with status 1"),
+        (f"import sys; sys.exit({launch.RANK_DIFFERS})", launch.DIFFERS, ""),
+        ("", 0, ""),
+    ],
+)
+def test_a_difference_is_told_from_a_rank_that_cannot_start(code, status, said, capfd):
+    assert launch.launch([sys.executable, "-c", code], 2) == status
+    assert said in capfd.readouterr().err
+
+
+def test_a_rank_that_cannot_be_started_leaves_no_other(monkeypatch):
+    begun, start = [], launch.start
+
+    def second_fails(command, rank, *rest):
+        if rank == 1:
+            raise OSError("no more processes")
+        begun.append(start(command, rank, *rest))
+        return begun[0]
+
+    monkeypatch.setattr(launch, "start", second_fails)
+    with pytest.raises(OSError, match="no more processes"):
+        launch.launch([sys.executable, "-c", "import time; time.sleep(90)"], 2)
+    assert begun[0].poll() is not None
 
 
 def test_a_killed_launcher_leaves_no_rank(running):

@@ -50,6 +50,12 @@ def test_a_changed_tracked_file_makes_the_tree_dirty(monkeypatch, tmp_path):
     assert machine.commit() == (sha, True)
 
 
+def test_a_tree_whose_changes_git_cannot_list_is_not_called_clean(monkeypatch):
+    monkeypatch.delenv("DCP_FIX_COMMIT", raising=False)
+    monkeypatch.setattr(machine, "output_of", lambda command: None if "status" in command else "ab" * 20 + "\n")
+    assert machine.commit() == ("ab" * 20, None)
+
+
 def test_the_commit_can_be_told(monkeypatch):
     monkeypatch.setenv("DCP_FIX_COMMIT", "ab" * 20 + "-dirty")
     assert machine.commit() == ("ab" * 20, True)
@@ -72,3 +78,5 @@ def test_the_command_is_quoted_and_names_no_folder(monkeypatch):
     assert machine.command_line() == "python -m dcp_fix --version"
     monkeypatch.setattr(sys, "argv", ["/opt/venv/site-packages/pytest/__main__.py", "tests/gpu"])
     assert machine.command_line() == "python -m pytest tests/gpu"
+    monkeypatch.setattr(sys, "argv", ["dcp-fix", "verify", "--record=/elsewhere/r.json", "--classes=512"])
+    assert machine.command_line() == "dcp-fix verify --record=r.json --classes=512"

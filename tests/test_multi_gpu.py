@@ -12,6 +12,7 @@ from dcp_fix import cli, combine, launch, multi_gpu, verify
 from dcp_fix.errors import UserError
 from dcp_fix.evidence import load_record
 from dcp_fix.multi_gpu import Plan
+from dcp_fix.place import VARIABLES
 from dcp_fix.workspace import MIB
 
 pytestmark = pytest.mark.timeout(200)
@@ -119,8 +120,8 @@ def test_a_part_that_fails_ends_it_without_a_record(monkeypatch, tmp_path, capsy
 
 
 def test_under_torchrun_it_refuses(monkeypatch):
-    monkeypatch.setenv("RANK", "0")
-    monkeypatch.setenv("WORLD_SIZE", "2")
+    for name in VARIABLES:
+        monkeypatch.setenv(name, "2")
     with pytest.raises(UserError, match="run it without torchrun"):
         multi_gpu.main(Plan("cpu", 2, ("512",)))
 

@@ -56,6 +56,7 @@ def check(record, computed):
         missed = {a.number for a in of_class if a.tokens != prompts[a.number].answer}
         assert len(missed) <= MISSED * len(prompts), f"{name} {sorted(missed)}: not the right answer"
     for run in recorded.verifications(record):
+        assert run["ok"] and not run["odd_ranks"] and all(row["same"] for row in run["rows"])
         told = {name: value for name, value in run["settings"].items() if name.startswith("checkpoint ")}
         assert told == checkpoint_terms(corpus.CHECKPOINT), "of another checkpoint: record the run again"
 
@@ -63,7 +64,8 @@ def check(record, computed):
 @pytest.mark.parametrize("name", RECORDS)
 def test_a_committed_record_holds_what_a_cpu_computes(name, computed):
     check(RECORDS[name], computed)
-    assert RECORDS[name]["commit"], "a record without a commit proves nothing about this code"
+    commit, dirty = RECORDS[name]["commit"], RECORDS[name]["dirty"]
+    assert len(commit) == 40 and dirty is False, "a record of no commit proves nothing about this code"
     paths = [word.split("=")[-1] for word in shlex.split(RECORDS[name]["command"]) if "/" in word]
     assert all((ROOT / path).exists() for path in paths), "name the file in a command without its folder"
     assert recorded.facts(RECORDS[name])
@@ -135,6 +137,19 @@ def test_exact_mode_on_gpus_has_one_digest_per_step():
     assert {(run["transport"], run["settings"]["tp"]) for run in host} == {("threads", 4), ("nccl", 2), ("gloo", 4)}
 
 
+def test_transports_graphs_and_routes_have_the_same_bits():
+    """README: the same sums in the same order; threads and processes that share GPUs, plain and CUDA graphs, a2a."""
+    runs = {}
+    for run in recorded.verifications(RECORDS["h200x2_host"]):
+        settings = run["settings"]
+        group = settings["tp"], "exact" if settings["combine"] == "exact" else "ordinary"
+        runs.setdefault(group, []).append(logits_digests(run))
+    assert {group: len(same) for group, same in runs.items()} == {
+        (4, "ordinary"): 6, (4, "exact"): 3, (2, "ordinary"): 4, (2, "exact"): 2,
+    }  # fmt: skip
+    assert all(digests == same[0] for same in runs.values() for digests in same)
+
+
 def test_the_ordinary_combine_differs_where_it_combines():
     """README: a dense prefill combines nothing, so its first row of logits has the same bits; no later one has."""
     digests = logits_digests(RECORDS["h200_verify_graphs"]["results"])
@@ -154,8 +169,10 @@ def test_the_readme_says_what_exact_mode_costs():
         times = [row["attend_ms"] / ordinary[key(row)]["attend_ms"] for row in of]
         assert f"D={dcp}, C={classes}: {min(times):.2f} to {max(times):.2f}" in readme
         assert all(row["bytes"] == ordinary[key(row)]["bytes"] for row in of)
-    steps = [row["step_ms"] / ordinary[key(row)]["step_ms"] for row in rows if row["dcp"] == 4 and row["classes"]]
-    assert f"{min(steps):.2f} to {max(steps):.2f} of the ordinary step" in readme
+    for method, said in (("a2a", "of the ordinary step with `a2a`"), ("ag_rs", "with `ag_rs`")):
+        ordinary = {key(row): row for row in rows if row["method"] == method}
+        steps = [row["step_ms"] / ordinary[key(row)]["step_ms"] for row in rows if row["dcp"] == 4 and row["classes"]]
+        assert f"{min(steps):.2f} to {max(steps):.2f} {said}" in readme
 
 
 ONE_OF_EACH = """
@@ -189,11 +206,12 @@ def test_pytest_records_what_became_of_each_test(workers, tmp_path):
         check(record, {})
 
 
-def test_a_pytest_run_that_is_cut_short_leaves_no_record(tmp_path):
-    (tmp_path / "test_it.py").write_text("def test_stops(): raise KeyboardInterrupt")
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "conftest", "--record", "it.json", "test_it.py"]
+@pytest.mark.parametrize("raises, option, status", [("KeyboardInterrupt", "-q", 2), ("OSError", "-x", 1)])
+def test_a_pytest_run_that_is_cut_short_leaves_no_record(raises, option, status, tmp_path):
+    (tmp_path / "test_it.py").write_text(f"def test_stops(): raise {raises}\ndef test_more(): pass")
+    command = [sys.executable, "-m", "pytest", option, "-p", "conftest", "--record", "it.json", "test_it.py"]
     done = subprocess.run(command, cwd=tmp_path, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True)
-    assert done.returncode == 2 and not list(tmp_path.glob("*.json"))
+    assert done.returncode == status and not list(tmp_path.glob("*.json"))
 
 
 # --- records of every kind, made without running anything -------------------------------------------------------------

@@ -18,7 +18,7 @@ from dcp_fix.errors import UserError
 from dcp_fix.evidence import digest, load_record
 from dcp_fix.group import GroupError, LocalGroup
 from dcp_fix.model import Model
-from dcp_fix.place import VARIABLES, Place
+from dcp_fix.place import VARIABLES, Place, inside
 from dcp_fix.torch_group import SMALL_BYTES, TorchGroup
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -138,6 +138,14 @@ def test_without_a_launcher_the_missing_variables_are_named(monkeypatch):
     monkeypatch.setenv("RANK", "0")
     with pytest.raises(UserError, match="^WORLD_SIZE, LOCAL_RANK, .* not set: start the ranks with torchrun"):
         Place.from_environment()
+
+
+def test_a_scheduler_that_sets_some_variables_starts_no_rank(monkeypatch):
+    for name in VARIABLES:
+        monkeypatch.setenv(name, "1")
+    assert inside()
+    monkeypatch.delenv("LOCAL_RANK")
+    assert not inside()
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from dcp_fix import broken, cli, combine, engine, launch, verify, verify_report
+from dcp_fix import broken, cli, combine, engine, launch, multi_gpu, verify, verify_report
 from dcp_fix.checkpoint import Config
 from dcp_fix.engine import Generation
 from dcp_fix.errors import UserError
@@ -99,6 +99,15 @@ def test_logits_are_measured_in_units_of_the_largest():
     assert got.ulps == 1.0 and got.apart == 2**-23  # one ulp of 8.0 in fp32
     bf16 = replace(SETTINGS, device="cuda")
     assert verify.compare([run(1), run(2, logits=[[1.0, 8.0], [2.0, 4.03125]])], bf16, CONFIG)[1].ulps == 0.5
+
+
+def test_logits_that_are_nan_are_recorded_as_such(tmp_path):
+    rows = verify.compare([run(1), run(2, logits=((1.0, 8.0), (2.0, float("nan"))))], SETTINGS, CONFIG)
+    odd = verify.Report(SETTINGS, "threads", ["x"], rows, [])
+    assert verify.finish(odd, 0, tmp_path / "r.json") == launch.DIFFERS
+    second = load_record(tmp_path / "r.json")["results"]["rows"][1]
+    assert (second["ulps"], second["apart"], second["same"]) == (None, None, False)
+    assert multi_gpu.verify_row(load_record(tmp_path / "r.json")["results"])[1].endswith("inf ulps apart at most")
 
 
 def test_a_merge_that_ignores_the_lse_is_caught(monkeypatch, capsys):

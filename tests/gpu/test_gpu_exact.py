@@ -23,6 +23,12 @@ def test_one_digest_per_step_at_every_dcp_size(graphs):
     assert report.ok, [(row.dcp, row.prompt_class, row.first_layer, row.ulps) for row in report.wrong]
 
 
+def test_the_other_transport_gives_the_same_bits():
+    reports = [verify.as_threads(replace(ON_GPU, combine=name, classes=("1536",))) for name in ("exact", "exact_ag_rs")]
+    assert all(report.ok for report in reports)
+    assert [row.logits for row in reports[0].rows] == [row.logits for row in reports[1].rows]
+
+
 def test_the_ordinary_combine_differs():
     report = verify.as_threads(replace(ON_GPU, combine="a2a", classes=("1536",)))
     assert any(not row.logits_identical for row in report.rows)
