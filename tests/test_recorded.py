@@ -134,6 +134,8 @@ def test_exact_mode_on_gpus_has_one_digest_per_step():
         assert len(digests) == len(corpus.CLASSES) * len(sizes)
         assert all(digests[name, size] == digests[name, sizes[0]] for name in corpus.CLASSES for size in sizes)
     assert logits_digests(alone[0]) == logits_digests(alone[1])
+    other_transport = logits_digests(RECORDS["h200_exact_ag_rs"]["results"])
+    assert len(other_transport) == 8 and other_transport.items() <= logits_digests(alone[0]).items()
     assert {(run["transport"], run["settings"]["tp"]) for run in host} == {("threads", 4), ("nccl", 2), ("gloo", 4)}
 
 
