@@ -5,10 +5,10 @@
 A step is what the engine does between absorbed queries and attention output: query gather, own slots of the selected
 ids, partial attention, combine. T requests of `context` tokens decode one token each, and every request has a cache of
 its own, so none reads rows that another request has warmed; but replays repeat, and what a small batch reads stays in
-the L2 cache of a GPU. The rank is alone on its
-device and a Mirror stands in for the group: what would arrive from the others is a copy of what this rank sends. So
-times hold all computation and local copies, but no wire; `bytes` is what one rank sends. On a GPU the step is replayed
-as a CUDA graph, as real decoding does. Sizes of GLM-5.2: 64 heads over TP4, 2048 selected keys, fp8_ds_mla.
+the L2 cache of a GPU. The rank is alone on its device and a Mirror stands in for the group: what would arrive from the
+others is a copy of what this rank sends. So times hold all computation and local copies, but no wire; `bytes` is what
+one rank sends. On a GPU the step is replayed as a CUDA graph, as real decoding does. Sizes of GLM-5.2: 64 heads over
+TP4, 2048 selected keys, fp8_ds_mla.
 
 `attend` alone is the part in which the two modes compete with the same means; the ordinary combine is written in torch
 and the exact one is a kernel.

@@ -6,9 +6,9 @@
 
 A leaf is the walk of attention_triton.py over the slots of one class. BLOCK_H and BLOCK_K are the same at every D, so a
 head goes through tensor-core tiles of one shape. In which row of a tile it lies depends on D; tensor cores compute rows
-alike, which the GPU tests check (products of numpy, and so the interpreter, do not). The classes take the
-place of splits; a class is split further as exact.plan says, from the heads of one rank, since a plan must not know D.
-So a small batch at a large D may occupy fewer multiprocessors than the ordinary plan would.
+alike, which the GPU tests check (products of numpy, and so the interpreter, do not). The classes take the place of
+splits; a class is split further as exact.plan says, from the heads of one rank, since a plan must not know D. So a
+small batch at a large D may occupy fewer multiprocessors than the ordinary plan would.
 
 A leaf is computed among another number of heads, tokens and classes under every D, so those are run-time numbers for
 which nothing is specialised (do_not_specialize): one compiled kernel serves them all. Merging is compiled for each P,
@@ -123,7 +123,9 @@ def leaf_partials_triton(q, kv, slots, ids, leaf_of, classes, heads, scale, cach
     return out, lse
 
 
-def pack_classes(slots: torch.Tensor, ids: torch.Tensor, leaf_of: torch.Tensor, classes: int):
+def pack_classes(
+    slots: torch.Tensor, ids: torch.Tensor, leaf_of: torch.Tensor, classes: int
+) -> tuple[torch.Tensor, torch.Tensor]:
     """The valid slots of each token, class after class: int32 [T, K] whose tail is left unwritten, and where each class
     begins and the last one ends: int32 [T, n + 1]. Looked up here: a launch of its own costs more.
     """

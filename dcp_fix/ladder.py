@@ -198,11 +198,16 @@ def main(
 
 def check_classes(classes: tuple[str, ...]) -> None:
     """Raise UserError for a class that is unknown, or if all of them skip the first rung."""
+    check_names(classes)
+    if set(classes) <= set(LONG_RUNGS):
+        raise UserError(f"prompts of {', '.join(classes)} tokens climb the last rungs only; name another class as well")
+
+
+def check_names(classes: tuple[str, ...]) -> None:
+    """Raise UserError for a class that is unknown."""
     for name in classes:
         if name not in CLASSES:
             raise UserError(f"prompt class {name!r} is not one of {', '.join(CLASSES)}")
-    if set(classes) <= set(LONG_RUNGS):
-        raise UserError(f"prompts of {', '.join(classes)} tokens climb the last rungs only; name another class as well")
 
 
 def load(checkpoint: Path, tp: int, dcp: int, stale: str, device: str) -> Setup:

@@ -99,6 +99,7 @@ def main(plan: Plan, record_path: Path | None = None, part: str | None = None, o
         return launch.rank_process(lambda: as_process(plan, part, out))
     if plan.device == "cuda":
         enough_gpus(plan.ranks, share=False)
+    ladder.check_classes(plan.classes)
     for settings in (settings for name in plan.parts() for settings in plan.settings(name)):
         settings.check()
     results, rows, status = {}, [], 0

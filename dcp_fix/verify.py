@@ -66,9 +66,7 @@ class Settings:
             check_dcp(self.tp, size)
         if len(set(self.dcp)) < 2 or len(set(self.dcp)) < len(self.dcp):
             raise UserError(f"DCP sizes {listed(self.dcp)}: name at least two different ones to compare")
-        for name in self.classes:
-            if name not in CLASSES:
-                raise UserError(f"prompt class {name!r} is not one of {listed(CLASSES)}")
+        ladder.check_names(self.classes)
         if self.combine not in COMBINES:
             raise UserError(f"combine method {self.combine!r} is not one of {listed(COMBINES)}")
         if self.combine in EXACT:

@@ -5,12 +5,14 @@ failure that somebody knows reaches all within a second, a silent or late rank i
 given here, and who cannot raise is ended after `grace`.
 """
 
+import json
 import os
 import re
 import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -24,7 +26,7 @@ from dcp_fix.errors import UserError
 from dcp_fix.evidence import load_record
 from dcp_fix.tiny import corpus
 from dcp_fix.torch_group import joined
-from dcp_fix.watch import BEAT_S, STOPPED
+from dcp_fix.watch import BEAT_S, STOPPED, Watch
 
 pytestmark = pytest.mark.timeout(200)
 ROOT = Path(__file__).resolve().parent.parent
@@ -130,6 +132,25 @@ def test_ranks_that_all_stand_still_are_ended():
     ranks = run_ranks(2, sleeps, timeout=1.0, grace=1.0)
     assert [rank.status for rank in ranks] == [STOPPED] * 2
     assert max(rank.seconds for rank in ranks) < QUICK
+
+
+class SlowStore(dict):
+    """A store that takes its time over the beat of a rank that is not finished."""
+
+    def set(self, key, told):
+        time.sleep(0 if json.loads(told)["finished"] else 0.2)
+        self[key] = told
+
+
+def test_the_last_beat_is_that_of_a_finished_rank():
+    watch = Watch(SlowStore(), rank=0, size=1, timeout=1.0)
+    late = threading.Thread(target=watch.beat)
+    late.start()
+    time.sleep(0.05)
+    watch.finished = True
+    watch.beat()
+    late.join()
+    assert watch.known(0)["finished"]
 
 
 def shares(group):

@@ -130,6 +130,8 @@ def test_settings_that_cannot_run_are_refused_first(monkeypatch):
     monkeypatch.setattr(multi_gpu, "as_threads", lambda plan: pytest.fail("started"))
     with pytest.raises(UserError, match="TP size of 3"):
         multi_gpu.main(Plan("cpu", 3, ("512",)))
+    with pytest.raises(UserError, match="climb the last rungs only"):
+        multi_gpu.main(Plan("cpu", 2, ("8192",)))
 
 
 def test_the_command_passes_its_options_on(monkeypatch, tmp_path):
