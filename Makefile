@@ -23,6 +23,7 @@ demo: $(VENV)/.core
 test: $(VENV)/.all
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
+	$(VENV)/bin/lint-imports
 	$(PY) -m pytest -n 2 --dist loadfile
 ifneq ($(NOTEBOOKS),)
 	PYTHONWARNINGS=ignore $(PY) -m pytest --nbval --nbval-current-env --nbval-cell-timeout=180 \

@@ -25,9 +25,9 @@ class Recorder:
             self.outcomes[report.nodeid] = known if known == "failed" else report.outcome
 
     def pytest_sessionfinish(self, session, exitstatus):
-        from dcp_fix import evidence, machine
+        from dcp_fix.evidence import machine, records
 
         whole = not (session.shouldfail or session.shouldstop)  # -x and its like
         if whole and exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
             outcomes = dict(sorted(self.outcomes.items()))
-            evidence.record(self.path, machine.command_line(), {"tests": outcomes})
+            records.record(self.path, machine.command_line(), {"tests": outcomes})

@@ -73,7 +73,7 @@ def reproduce(
 
     Exit status 0 only if the last rung equals DCP1 in every prompt class and the first does not.
     """
-    from dcp_fix import ladder
+    from dcp_fix.evidence import ladder
 
     options = {"tp": tp, "dcp": dcp, "device": device, "checkpoint": checkpoint, "classes": tuple(classes.split(","))}
     raise typer.Exit(ladder.main(prompts=prompts, stale=stale, json_path=json, **options))
@@ -127,7 +127,7 @@ def verify(
 
     Exit status: 0 the same, 1 different, 2 bad input, more if a rank fails.
     """
-    from dcp_fix import verify as verification
+    from dcp_fix.evidence import verify as verification
 
     settings = {"tp": tp, "prompts": prompts, "combine": combine, "device": device, "cuda_graphs": cuda_graphs}
     settings |= {"logits": logits, "dcp": numbers(dcp), "classes": tuple(classes.split(",")), "share_gpus": share_gpus}
@@ -153,7 +153,7 @@ def multi_gpu(
 
     Exit status: 0 all is as it should be, 1 it is not, 2 bad input, more if a rank fails.
     """
-    from dcp_fix import multi_gpu as script
+    from dcp_fix.evidence import multi_gpu as script
 
     plan = script.Plan(device, ranks or script.most_ranks(device), tuple(classes.split(",")), prompts)
     raise typer.Exit(script.main(plan, record, part, out))
@@ -176,7 +176,7 @@ def doctor(
 
     Exit status: 0 no defect, 1 a defect, 2 a target that cannot be read.
     """
-    from dcp_fix.doctor import report
+    from dcp_fix.vllm.doctor import report
 
     if json not in (None, "-"):
         in_a_folder(Path(json))
@@ -202,7 +202,7 @@ def compare(
 
     Exit status: 0 equal, 1 different, 2 they cannot be compared.
     """
-    from dcp_fix import compare as comparison
+    from dcp_fix.vllm import compare as comparison
 
     raise typer.Exit(comparison.main(a, b, json=json, timeout=timeout))
 
@@ -220,7 +220,7 @@ def bench(
     ] = None,
 ) -> None:
     """Time one rank's decode attention, ordinary and exact, and count the bytes that it sends."""
-    from dcp_fix import bench as benchmark
+    from dcp_fix.evidence import bench as benchmark
 
     sizes = (numbers(tokens), numbers(contexts), numbers(dcp))
     raise typer.Exit(benchmark.main(device, *sizes, tp, topk=topk, record_path=record))

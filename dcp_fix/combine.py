@@ -21,7 +21,7 @@ import math
 
 import torch
 
-from dcp_fix.group import Group
+from dcp_fix.ranks.group import Group
 
 NEUTRAL = (0.0, float("-inf"))  # (out, lse) of no keys
 BASES = {"e": 1.0, "2": math.log(2.0)}  # natural logarithm = BASES[base] * logarithm in that base

@@ -33,9 +33,9 @@ from dcp_fix import workspace
 from dcp_fix.attention import _used_rows
 from dcp_fix.combine import clean_lse, merge_partials
 from dcp_fix.errors import UserError
-from dcp_fix.group import Group
 from dcp_fix.kv_cache import LATENT, ROPE
 from dcp_fix.ownership import pack_valid
+from dcp_fix.ranks.group import Group
 
 CLASSES = 8  # C: every DCP size up to 8
 KEYS = 32  # selected keys of a class in one product

@@ -21,7 +21,7 @@ Source: DeepSeek-V3.2's indexer as in transformers' GlmMoeDsa; the exact order a
 import torch
 from torch.nn.functional import pad
 
-from dcp_fix.group import Group
+from dcp_fix.ranks.group import Group
 
 TILE = {"cpu": 256, "cuda": 8192}  # keys per product
 ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 27}  # of one product [tokens * heads, TILE]: 4 MiB stay in a core's cache

@@ -37,7 +37,7 @@ from dcp_fix.kv_cache import (
     index_views,
     latent_views,
 )
-from dcp_fix.norm_rope import IndexerInputs, check_inputs, index_slots
+from dcp_fix.norm_rope_inputs import IndexerInputs, check_inputs, index_slots
 
 # Kernels may read module globals only as constexpr.
 _LATENT = tl.constexpr(LATENT)

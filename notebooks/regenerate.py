@@ -9,6 +9,7 @@ Python version. What a cell prints is never touched: a cell that prints a time o
 It does not: compare anything (nbval does, in `make test`) or write a notebook whose cell fails.
 """
 
+import base64
 import os
 import sys
 from pathlib import Path
@@ -17,6 +18,7 @@ import nbformat
 from nbclient import NotebookClient
 
 FOLDER = Path(__file__).resolve().parent
+FIRST, PICTURE = "00_start_here.ipynb", FOLDER / "dcp1_beside_dcp4.png"  # of the README
 EXERCISES = "90_exercises.ipynb"
 CELL_TIMEOUT_S = 180
 KERNEL = {"display_name": "Python 3 (ipykernel)", "language": "python", "name": "python3"}
@@ -33,8 +35,16 @@ def main(paths: list[Path]) -> None:
         notebook = nbformat.read(path, as_version=4)
         execute(notebook)
         write(notebook, path)
+        if path.name == FIRST:
+            PICTURE.write_bytes(first_picture(notebook))
         if path.name == EXERCISES:
             write(student_copy(notebook), student_path(path))
+
+
+def first_picture(notebook: nbformat.NotebookNode) -> bytes:
+    """The first figure that the notebook drew, as PNG."""
+    drawn = [output.data for cell in notebook.cells for output in cell.get("outputs", ()) if "data" in output]
+    return base64.b64decode(next(data["image/png"] for data in drawn if "image/png" in data))
 
 
 def notebooks() -> list[Path]:

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from dcp_fix.checkpoint import Config, weight_shapes
+from dcp_fix.engine.checkpoint import Config, weight_shapes
 
 CONFIG = {
     "architectures": ["GlmMoeDsaForCausalLM"],

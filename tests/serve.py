@@ -11,11 +11,11 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import torch
 
-from dcp_fix.blocks import BlockPool
-from dcp_fix.engine import Engine
-from dcp_fix.group import LocalGroup
+from dcp_fix.engine.blocks import BlockPool
+from dcp_fix.engine.engine import Engine
+from dcp_fix.engine.sharded import Ops
 from dcp_fix.kv_cache import BLOCK
-from dcp_fix.sharded import Ops
+from dcp_fix.ranks.group import LocalGroup
 from dcp_fix.tiny import corpus
 
 MODEL = "tiny"

@@ -10,7 +10,7 @@ import torch
 from dcp_fix import attention, ownership
 from dcp_fix.attention import dense_prefill, sparse_partial
 from dcp_fix.combine import merge_partials
-from dcp_fix.evidence import close, same_bytes
+from dcp_fix.equality import close, same_bytes
 from dcp_fix.kv_cache import CACHE_FORMATS, new_latent_cache, read_latent, write_latent
 
 pytestmark = pytest.mark.timeout(60)

@@ -7,13 +7,13 @@ import sys
 
 import pytest
 import torch
-from test_attention import INF, NAN, SCALE, agree, filled_cache, holed_slots, oracle, randn
 
 from dcp_fix import broken, workspace
 from dcp_fix.attention import dense_prefill, dense_prefill_reference, sparse_partial_reference
-from dcp_fix.evidence import close, same_bytes
+from dcp_fix.equality import close, same_bytes
 from dcp_fix.kv_cache import CACHE_FORMATS, new_latent_cache, write_latent
 from dcp_fix.ownership import pack_valid
+from tests.test_attention import INF, NAN, SCALE, agree, filled_cache, holed_slots, oracle, randn
 
 triton = pytest.importorskip("triton")
 from dcp_fix.attention_triton import pack, sparse_partial_triton  # noqa: E402

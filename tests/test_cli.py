@@ -9,12 +9,12 @@ import types
 from pathlib import Path
 
 import pytest
-from checkpoints import random_checkpoint
 
 import dcp_fix
 import dcp_fix.tiny
 from dcp_fix import cli
 from dcp_fix.errors import UserError
+from tests.checkpoints import random_checkpoint
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -52,7 +52,7 @@ def stand_in(monkeypatch, package, name):
 
 @pytest.fixture
 def ladder(monkeypatch):
-    """A stand-in for dcp_fix.ladder."""
+    """A stand-in for dcp_fix.evidence.ladder."""
     return stand_in(monkeypatch, dcp_fix, "ladder")
 
 

@@ -16,8 +16,8 @@ from dcp_fix.combine import (
     query_gather,
     to_natural,
 )
-from dcp_fix.evidence import close, same_bytes
-from dcp_fix.group import LocalGroup, SingleGroup
+from dcp_fix.equality import close, same_bytes
+from dcp_fix.ranks.group import LocalGroup, SingleGroup
 
 pytestmark = pytest.mark.timeout(60)
 INF, NAN = math.inf, math.nan

@@ -14,23 +14,26 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from checkpoints import random_checkpoint, random_tokens
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from ranks import run_ranks
 
-from dcp_fix import cli, combine, exact, exact_attention, exact_compare, launch, sharded, verify, workspace
+from dcp_fix import cli, combine, exact, workspace
 from dcp_fix.attention import sparse_partial_reference
-from dcp_fix.checkpoint import Config
-from dcp_fix.engine import Engine
+from dcp_fix.engine import exact_attention, sharded
+from dcp_fix.engine.checkpoint import Config
+from dcp_fix.engine.engine import Engine
+from dcp_fix.engine.exact_attention import ExactAttention, ExactManager, RunPool
+from dcp_fix.engine.model import Model
+from dcp_fix.equality import close, same_bytes
 from dcp_fix.errors import UserError
-from dcp_fix.evidence import close, same_bytes
-from dcp_fix.exact_attention import ExactAttention, ExactManager, RunPool
-from dcp_fix.group import LocalGroup
+from dcp_fix.evidence import exact_compare, verify
 from dcp_fix.kv_cache import new_latent_cache, write_latent
-from dcp_fix.model import Model
 from dcp_fix.ownership import class_of, global_position, local_class, local_length, localise, owner
+from dcp_fix.ranks import launch
+from dcp_fix.ranks.group import LocalGroup
 from dcp_fix.tiny import corpus
+from tests.checkpoints import random_checkpoint, random_tokens
+from tests.processes import run_ranks
 
 pytestmark = pytest.mark.timeout(200)
 TP, CLASSES, SCALE = 8, 8, 0.07

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from dcp_fix import exact
-from dcp_fix.evidence import close, same_bytes
+from dcp_fix.equality import close, same_bytes
 from dcp_fix.kv_cache import CACHE_FORMATS, new_latent_cache, write_latent
 from dcp_fix.ownership import local_class, localise
 

@@ -1,6 +1,8 @@
 """The frame: what the metadata promises, what a fresh clone sets up, and the rules that hold for every file."""
 
 import ast
+import base64
+import json
 import os
 import re
 import shutil
@@ -298,9 +300,23 @@ def test_the_ownership_rule_sees_it_however_it_is_written(code, seen):
     assert bool(ownership_arithmetic(code.replace("raise", "pass"))) is seen
 
 
-def test_the_readme_has_a_line_for_every_module():
-    readme = (ROOT / "README.md").read_text()
-    modules = {p.name for p in (ROOT / "dcp_fix").glob("*.py")} - {"__init__.py", "__main__.py"}
-    modules |= {f"{p.parent.name}/" for p in (ROOT / "dcp_fix").glob("*/__init__.py")}
-    listed = set(re.findall(r"^\| `([a-z_]+(?:\.py|/))` \|", readme, flags=re.MULTILINE))
-    assert listed == modules, "the module map of README.md and the folder dcp_fix differ"
+def test_the_module_map_has_a_line_for_every_module():
+    room, listed = "", []
+    for line in (ROOT / "dcp_fix" / "README.md").read_text().splitlines():
+        if heading := re.match(r"## (.*)", line):
+            room = heading[1] if heading[1].endswith("/") else ""
+        elif row := re.match(r"\| `([a-z_0-9]+(?:\.py|/))` \|", line):
+            listed.append(room + row[1])
+    package = ROOT / "dcp_fix"
+    rooms = {f"{p.parent.name}/" for p in package.glob("*/__init__.py")}
+    modules = {str(p.relative_to(package)) for p in [*package.glob("*.py"), *package.glob("*/*.py")]}
+    modules |= {f"{p.parent.relative_to(package)}/" for p in package.glob("*/*/__init__.py")}
+    assert sorted(listed) == sorted(m for m in modules if not re.search(r"__(init|main)__\.py$", m))
+    assert rooms == {"ranks/", "engine/", "tiny/", "evidence/", "vllm/", "learn/"}
+
+
+def test_the_picture_of_the_readme_is_what_the_first_page_drew():
+    page = json.loads((ROOT / "notebooks" / "00_start_here.ipynb").read_text())
+    drawn = next(o["data"]["image/png"] for c in page["cells"] for o in c.get("outputs", ()) if "data" in o)
+    name = re.search(r"!\[[^]]+\]\((\S+\.png)\)", (ROOT / "README.md").read_text())[1]
+    assert (ROOT / name).read_bytes() == base64.b64decode(drawn)

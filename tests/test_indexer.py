@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from dcp_fix import ownership
-from dcp_fix.evidence import close, same_bytes
-from dcp_fix.group import LocalGroup, SingleGroup
+from dcp_fix.equality import close, same_bytes
 from dcp_fix.indexer import index_scores, merge_topk, select, topk
+from dcp_fix.ranks.group import LocalGroup, SingleGroup
 
 pytestmark = pytest.mark.timeout(60)
 INF, NAN = math.inf, math.nan

@@ -3,13 +3,12 @@
 import doctest
 import resource
 
-import bytes_oracle
 import numpy as np
 import pytest
 import torch
 
 from dcp_fix import kv_cache
-from dcp_fix.evidence import same_bytes
+from dcp_fix.equality import same_bytes
 from dcp_fix.kv_cache import (
     CACHE_FORMATS,
     index_views,
@@ -25,6 +24,7 @@ from dcp_fix.kv_cache import (
     write_index,
     write_latent,
 )
+from tests import bytes_oracle
 
 POISON = 0x7F
 formats = pytest.mark.parametrize("cache_format", CACHE_FORMATS)

@@ -17,13 +17,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from norm_rope_cases import CASES, Run
-from triton_rounding import round_like_torch
 
 from dcp_fix import broken, norm_rope
-from dcp_fix.evidence import close, same_bytes
+from dcp_fix.equality import close, same_bytes
 from dcp_fix.kv_cache import new_index_cache, new_latent_cache, read_index, read_latent
 from dcp_fix.norm_rope import IndexerInputs, fused_norm_rope, fused_norm_rope_reference
+from tests.norm_rope_cases import CASES, Run
+from tests.triton_rounding import round_like_torch
 
 ROOT = Path(__file__).resolve().parent.parent
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

@@ -24,8 +24,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dcp_fix.checkpoint import Config, fuse_experts, split_experts, weight_shapes
-from dcp_fix.model import Layer, Model, PlainAttention
+from dcp_fix.engine.checkpoint import Config, fuse_experts, split_experts, weight_shapes
+from dcp_fix.engine.model import Layer, Model, PlainAttention
 from dcp_fix.tiny import corpus
 
 GEOMETRY = {  # what Hopper's sparse kernels accept, at the smallest width that learns the task

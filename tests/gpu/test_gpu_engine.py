@@ -7,17 +7,18 @@ from pathlib import Path
 
 import pytest
 import torch
-from checkpoints import random_checkpoint, random_tokens
-from ranks import run_processes
 
-from dcp_fix import ladder, verify
-from dcp_fix.costs import workspace_peak
-from dcp_fix.engine import Engine
-from dcp_fix.evidence import load_record, same_bytes
-from dcp_fix.group import LocalGroup, SingleGroup
+from dcp_fix.engine.engine import Engine
+from dcp_fix.engine.model import Model
+from dcp_fix.equality import same_bytes
+from dcp_fix.evidence import ladder, verify
+from dcp_fix.evidence.costs import workspace_peak
+from dcp_fix.evidence.records import load_record
 from dcp_fix.kv_cache import CACHE_FORMATS
-from dcp_fix.model import Model
+from dcp_fix.ranks.group import LocalGroup, SingleGroup
 from dcp_fix.tiny import corpus
+from tests.checkpoints import random_checkpoint, random_tokens
+from tests.processes import run_processes
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
 ROOT = Path(__file__).resolve().parent.parent.parent

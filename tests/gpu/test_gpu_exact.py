@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from dcp_fix import bench, verify
-from dcp_fix.evidence import load_record
+from dcp_fix.evidence import bench, verify
+from dcp_fix.evidence.records import load_record
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
 ROOT = Path(__file__).resolve().parent.parent.parent

@@ -7,15 +7,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from norm_rope_cases import CASES, Run
 
 from dcp_fix import broken
 from dcp_fix.attention import sparse_partial, sparse_partial_reference
 from dcp_fix.combine import merge_partials
-from dcp_fix.evidence import close, same_bytes
+from dcp_fix.equality import close, same_bytes
 from dcp_fix.kv_cache import CACHE_FORMATS, new_latent_cache, write_latent
 from dcp_fix.norm_rope import fused_norm_rope, fused_norm_rope_reference
 from dcp_fix.ownership import localise, slots_of
+from tests.norm_rope_cases import CASES, Run
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
 TESTS = Path(__file__).resolve().parent.parent
@@ -79,8 +79,8 @@ def test_cache_bytes_equal_the_references(cache_format, dtype):
 
 INTERPRETED = """
 import pytest, sys, torch
-from norm_rope_cases import CASES, Run
-from triton_rounding import round_like_torch
+from tests.norm_rope_cases import CASES, Run
+from tests.triton_rounding import round_like_torch
 from dcp_fix.norm_rope_triton import fused_norm_rope_triton
 
 round_like_torch(pytest.MonkeyPatch())
@@ -94,7 +94,7 @@ torch.save({name: run.memory for name, run in runs.items()}, sys.argv[1])
 def test_interpreter_and_compiler_agree(tmp_path):
     """On the same fp32 inputs. Sums may run in another order, which moves a few codes to the next one."""
     environment = os.environ | {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
-    environment["PYTHONPATH"] = os.pathsep.join([str(TESTS), str(TESTS.parent)])
+    environment["PYTHONPATH"] = os.pathsep.join([str(TESTS.parent)])
     command = [sys.executable, "-c", INTERPRETED, str(tmp_path / "memory.pt")]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=500)
     assert done.returncode == 0, done.stderr
@@ -115,7 +115,7 @@ def test_interpreter_and_compiler_agree(tmp_path):
 FIRST_CALL = """
 import threading, torch
 from dcp_fix.attention import dense_prefill
-from dcp_fix.evidence import digest
+from dcp_fix.equality import digest
 
 inputs = [torch.randn(480, 4, 128, device="cuda").bfloat16() for _ in range(3)]
 outputs, start = {}, threading.Barrier(8)

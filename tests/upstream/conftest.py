@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 
-from dcp_fix.doctor.target import TargetError, fetch_release, wheel
+from dcp_fix.vllm.doctor.target import TargetError, fetch_release, wheel
 
 
 def pytest_collection_modifyitems(items):

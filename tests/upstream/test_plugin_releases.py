@@ -10,12 +10,12 @@ import inspect
 import pytest
 import torch
 
-from dcp_fix.doctor.probes.launch import KERNELS, load_kernel
-from dcp_fix.doctor.report import examine
-from dcp_fix.doctor.world import World, module
-from dcp_fix.evidence import close
+from dcp_fix.equality import close
 from dcp_fix.kv_cache import index_views, new_index_cache, read_index
-from dcp_fix.vllm_launcher import launcher
+from dcp_fix.vllm.doctor.probes.launch import KERNELS, load_kernel
+from dcp_fix.vllm.doctor.report import examine
+from dcp_fix.vllm.doctor.world import World, module
+from dcp_fix.vllm.launcher import launcher
 
 T, Q = 6, 192
 OWNED = [3, 70, 2, 64, 5, 1]

@@ -1,0 +1,1 @@
+"""What the notebooks share: figures and the exercises' checks."""

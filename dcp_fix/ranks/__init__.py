@@ -1,0 +1,1 @@
+"""Who takes part in a run, how its ranks exchange tensors, and what happens when one of them does not."""

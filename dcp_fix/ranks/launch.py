@@ -1,0 +1,142 @@
+"""Start a command once per rank on this host, as torchrun does, and leave no process behind.
+
+The ranks find what torchrun would tell them in the environment. The store that they meet in lives in this process, so
+that it outlives any rank. The first rank that ends badly is named in the store: the others learn of it at once
+(watch.py) and have STOP_S to leave, then they are killed. An interrupt, or the end of this process, ends them all;
+where this process is killed outright they notice that the store is gone.
+
+It does not: span hosts (use torchrun), restart ranks, or choose which GPU a rank takes.
+"""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch.distributed as dist
+
+from dcp_fix.errors import UserError
+from dcp_fix.ranks.group import GroupError
+from dcp_fix.ranks.place import prefix
+from dcp_fix.ranks.watch import GRACE_S, STOPPED, known_failure, report_failure
+
+HOST = "127.0.0.1"
+STOP_S = GRACE_S + 5.0  # how long the other ranks may take to leave after one has failed
+KILL_S = 2.0  # between asking a rank to end and killing it
+LOOK_S = 0.02  # between two looks at the ranks
+DIFFERS = 1  # an exit status that is a result: the ranks did their work and found a difference
+RANK_DIFFERS = 4  # how a rank tells its launcher so: Python itself ends with 1 when it cannot even import
+FAULT = 70  # exit status of a rank that raised what nobody expected
+INTERRUPTED = 128 + signal.SIGINT
+
+
+def launch(command: list[str], procs: int) -> int:
+    """Run `command` as ranks 0 .. procs - 1 and wait for all; 0, or the exit status of the first one that failed."""
+    server = dist.TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
+    store, ranks = dist.PrefixStore(prefix(), server), []
+    try:
+        with termination_interrupts():
+            for rank in range(procs):
+                ranks.append(start(command, rank, procs, server.port))
+            status = wait(ranks, store)
+    except KeyboardInterrupt:
+        print("interrupted: stopping the ranks", file=sys.stderr)
+        return INTERRUPTED
+    finally:
+        stop(ranks)
+    if status not in (0, DIFFERS):
+        print(f"error: {known_failure(store)}", file=sys.stderr)
+    return status
+
+
+def rank_process(main: Callable[[], int]) -> int:
+    """What a rank runs: the status of `main`, or the end of the process if the group has failed.
+
+    Without destructors, since torch's would wait for the ranks that are gone.
+    """
+    try:
+        status = main()
+        return RANK_DIFFERS if status == DIFFERS else status
+    except UserError:
+        raise
+    except GroupError as error:
+        print(f"rank {os.environ['RANK']} stops: {error}", file=sys.stderr)
+        status = STOPPED
+    except KeyboardInterrupt:
+        status = INTERRUPTED
+    except BaseException:  # noqa: BLE001 - printed, and the process ends
+        traceback.print_exc()
+        status = FAULT
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)
+
+
+def start(command: list[str], rank: int, procs: int, port: int) -> subprocess.Popen:
+    """One rank. In a session of its own, so that an interrupt from the terminal reaches the launcher alone."""
+    told = {
+        "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": procs, "LOCAL_WORLD_SIZE": procs,
+        "MASTER_ADDR": HOST, "MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": True,
+    }  # fmt: skip
+    environment = {"GLOO_SOCKET_IFNAME": "lo"} | os.environ | {name: str(value) for name, value in told.items()}
+    return subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, start_new_session=True)
+
+
+def wait(ranks: list[subprocess.Popen], store) -> int:
+    """Until every rank has ended, or STOP_S after the first one that failed; returns that one's exit status."""
+    while first_failed(ranks) is None and running(ranks):
+        time.sleep(LOOK_S)
+    failed = first_failed(ranks)
+    if failed is None:
+        return DIFFERS if any(rank.returncode == RANK_DIFFERS for rank in ranks) else 0
+    code, deadline = ranks[failed].returncode, time.monotonic() + STOP_S
+    report_failure(store, f"rank {failed} of {len(ranks)} {ending(code)}")
+    while running(ranks) and time.monotonic() < deadline:
+        time.sleep(LOOK_S)
+    return 128 - code if code < 0 else FAULT if code == DIFFERS else code
+
+
+def first_failed(ranks: list[subprocess.Popen]) -> int | None:
+    """The lowest rank that has ended without doing its work."""
+    done = (None, 0, RANK_DIFFERS)
+    return next((number for number, rank in enumerate(ranks) if rank.poll() not in done), None)
+
+
+def running(ranks: list[subprocess.Popen]) -> bool:
+    """Whether any rank has not ended yet."""
+    return any(rank.poll() is None for rank in ranks)
+
+
+def ending(code: int) -> str:
+    """An exit status in words."""
+    return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
+
+
+def stop(ranks: list[subprocess.Popen]) -> None:
+    """Ask the ranks that still run to end, then kill them."""
+    for ask in (subprocess.Popen.terminate, subprocess.Popen.kill):
+        left = [rank for rank in ranks if rank.poll() is None]
+        for rank in left:
+            ask(rank)
+        deadline = time.monotonic() + KILL_S
+        while running(left) and time.monotonic() < deadline:
+            time.sleep(LOOK_S)
+
+
+@contextmanager
+def termination_interrupts() -> Iterator[None]:
+    """While inside, SIGTERM and SIGHUP end this process as Ctrl-C does, ranks and all."""
+
+    def interrupt(number, frame):
+        raise KeyboardInterrupt
+
+    before = {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGHUP)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,263 @@
+"""The committed notebooks are fresh, readable and comparable: what nbval takes on trust is checked here.
+
+nbval compares a cell with its committed output. A notebook stripped of outputs would pass without comparing anything,
+and a sanitize rule that matches too much would hide a difference; neither can happen unseen.
+"""
+
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import nbformat
+import pytest
+from nbval.plugin import get_sanitize_patterns
+
+ROOT = Path(__file__).resolve().parents[2]
+FOLDER = ROOT / "notebooks"
+sys.path.insert(0, str(FOLDER))
+
+import regenerate  # noqa: E402
+import slides  # noqa: E402
+
+NAMES = [
+    "00_start_here", "01_dcp_in_pictures", "02_locklocklock", "03_query_norm", "04_combine_routing", "05_k_rows",
+    "06_workspace", "07_byte_identical", "08_real_vllm", "90_exercises",
+]  # fmt: skip
+STUDENT = FOLDER / "90_exercises_student.ipynb"
+BEATS = ("Predict", "Reproduce", "Look inside", "Fix", "Verify")
+PRESENT = [path.stem for path in regenerate.notebooks()]  # a missing one is one red test, not twenty
+STAGED = [name for name in PRESENT if "02" <= name < "07"]
+LARGEST = 600_000  # bytes of one notebook
+
+
+def read(name: str):
+    return nbformat.read(FOLDER / f"{name}.ipynb", as_version=4)
+
+
+def code_cells(notebook) -> list:
+    return [cell for cell in notebook.cells if cell.cell_type == "code"]
+
+
+def words(notebook) -> int:
+    return sum(len(cell.source.split()) for cell in notebook.cells if cell.cell_type == "markdown")
+
+
+def printed(cell) -> str:
+    """The text of a code cell's outputs, pictures left out."""
+    parts = [out.get("text", "") + "".join(out.get("data", {}).get("text/plain", "")) for out in cell.outputs]
+    return "\n".join(parts)
+
+
+def ignored(cell) -> bool:
+    return "nbval-ignore-output" in cell.metadata.get("tags", [])
+
+
+def test_every_notebook_is_there_and_no_other():
+    assert [path.stem for path in regenerate.notebooks()] == NAMES
+    assert slides.notebooks() == regenerate.notebooks() and STUDENT.exists()
+
+
+@pytest.fixture(params=PRESENT)
+def notebook(request):
+    return read(request.param)
+
+
+# --- freshness --------------------------------------------------------------------------------------------------------
+
+
+def test_cells_ran_once_in_order_and_kept_their_outputs(notebook):
+    cells = code_cells(notebook)
+    assert [cell.execution_count for cell in cells] == list(range(1, len(cells) + 1))
+    assert sum(bool(cell.outputs) for cell in cells) >= len(cells) / 2, "outputs were stripped"
+    assert not [out for cell in cells for out in cell.outputs if out.output_type == "error"]
+
+
+@pytest.mark.parametrize("name", PRESENT)
+def test_nothing_in_the_file_changes_by_itself(name, tmp_path):
+    regenerate.write(read(name), tmp_path / "again.ipynb")
+    stored = (FOLDER / f"{name}.ipynb").read_bytes()
+    assert (tmp_path / "again.ipynb").read_bytes() == stored, "write it with `make notebooks`"
+
+
+def test_only_the_first_code_cell_goes_uncompared(notebook):
+    tags = [cell.metadata.get("tags", []) for cell in code_cells(notebook)]
+    assert tags[0] == ["nbval-ignore-output"] and not any(tags[1:])
+    assert not any("NBVAL" in cell.source for cell in notebook.cells)
+
+
+NOT_A_FACT = {
+    "a path": re.compile(r"(?<![\w/.:~$}-])/(?:home|root|tmp|usr|opt|work|mnt|Users|var)/"),
+    "an address": re.compile(r"0x[0-9a-f]{8,}"),
+    "a time": re.compile(r"\b\d+\.\d+ ?(?:s|ms|seconds)\b"),
+    "a version": re.compile(r"(?i)\b(?:python|torch|triton|cuda) v?\d+\.\d+"),
+    "a raw float": re.compile(r"\d\.\d{6,}|\d\.?\d*e[-+]\d+"),
+    "a warning": re.compile(r"Warning:"),
+}
+
+
+def test_outputs_hold_facts_only(notebook):
+    compared = [cell for cell in code_cells(notebook) if not ignored(cell)]
+    found = [
+        f"{what}: {hit.group()!r} in {cell.source[:40]!r}"
+        for cell in compared
+        for what, pattern in NOT_A_FACT.items()
+        if (hit := pattern.search(printed(cell)))
+    ]
+    assert not found, "\n".join(found)
+
+
+# --- reading ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_page_can_be_read_in_one_sitting(notebook):
+    assert 20 <= len(notebook.cells) <= 35
+    assert 600 <= words(notebook) <= 1200
+    long = [cell.source for cell in code_cells(notebook) if cell.source.count("\n") >= 15]
+    assert not long, f"more than 15 lines:\n{long[0]}"
+
+
+def test_a_page_is_no_larger_than_a_picture_book(notebook):
+    assert len(nbformat.writes(notebook)) <= LARGEST
+
+
+def test_formulas_are_plain_text_since_slides_have_no_mathjax(notebook):
+    assert not [cell.source for cell in notebook.cells if cell.cell_type == "markdown" and "$$" in cell.source]
+
+
+def test_every_cell_has_its_place_in_the_slides_and_the_speaker_has_notes(notebook):
+    kinds = [cell.metadata.get("slideshow", {}).get("slide_type") for cell in notebook.cells]
+    assert kinds[0] == "slide" and set(kinds) <= {"slide", "subslide", "fragment", "skip", "notes", "-"}
+    assert "notes" in kinds
+
+
+def test_links_between_the_pages_lead_somewhere(notebook):
+    text = "\n".join(cell.source for cell in notebook.cells if cell.cell_type == "markdown")
+    targets = [target for target in re.findall(r"\]\(([^)]+)\)", text) if "://" not in target]
+    assert not [target for target in targets if not (FOLDER / target.partition("#")[0]).exists()]
+
+
+def headings(notebook) -> list[str]:
+    lines = [line for cell in notebook.cells if cell.cell_type == "markdown" for line in cell.source.splitlines()]
+    return [line for line in lines if line.startswith("## Step ")]
+
+
+@pytest.mark.parametrize("name", STAGED)
+def test_a_stage_has_its_five_beats_in_order(name):
+    titles = [re.fullmatch(r"## Step (\d+)\. (.+)", line) for line in headings(read(name))]
+    assert all(titles) and [int(title[1]) for title in titles] == list(range(1, len(titles) + 1))
+    beats = [beat for title in titles for beat in BEATS if title[2].startswith(beat)]
+    assert [beat for i, beat in enumerate(beats) if beat not in beats[:i]] == list(BEATS)
+
+
+# --- what nbval does with them ----------------------------------------------------------------------------------------
+
+SLASH = "/"  # so that no path stands in this file
+SANITIZED = {
+    "<function f at 0x7f3a12bc4d90>": "<function f at ADDRESS>",
+    "took 12.3 s": "took DURATION",
+    "waited 45 ms": "waited DURATION",
+    f"wrote {SLASH}home{SLASH}ada{SLASH}run.json": "wrote PATH",
+    "torch 2.13.0+cu130": "torch VERSION",
+}
+KEPT = [
+    "0.25 of the rows",
+    "4 ranks, 128 rows, 83968 bytes",
+    "share 0.5",
+    "slots [28, -1, 29, -1]",
+    "and/or",
+    "3 shards",
+]
+
+
+def sanitized(text: str) -> str:
+    for pattern, replacement in get_sanitize_patterns((FOLDER / "sanitize.cfg").read_text()):
+        text = re.sub(pattern, replacement, text)
+    return text
+
+
+def test_each_sanitize_rule_matches_what_it_is_for_and_no_fact():
+    assert len(get_sanitize_patterns((FOLDER / "sanitize.cfg").read_text())) == 4
+    assert {text: sanitized(text) for text in SANITIZED} == SANITIZED
+    assert [sanitized(text) for text in KEPT] == KEPT
+
+
+def test_each_sanitize_rule_is_followed_by_its_replacement():
+    lines = [line for line in (FOLDER / "sanitize.cfg").read_text().splitlines() if line and not line.startswith("#")]
+    assert [line.split(": ", 1)[0] for line in lines] == ["regex", "replace"] * 4
+    assert all(line.split(": ", 1)[1].strip() for line in lines)
+
+
+def nbval(path: Path) -> int:
+    """The exit status of the strict run that `make test` makes, on one notebook."""
+    options = ["--nbval", "--nbval-current-env", f"--nbval-sanitize-with={FOLDER / 'sanitize.cfg'}"]
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", *options, str(path)]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, timeout=120).returncode
+
+
+def test_an_output_changed_by_hand_turns_the_run_red(tmp_path):
+    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell("print('rows', 4)\n4 == 4")])
+    shutil.copy(FOLDER / "regenerate.py", tmp_path)
+    regenerate.execute(notebook)
+    regenerate.write(notebook, tmp_path / "honest.ipynb")
+    assert nbval(tmp_path / "honest.ipynb") == 0
+    notebook.cells[0].outputs[0].text = "rows 5\n"
+    regenerate.write(notebook, tmp_path / "edited.ipynb")
+    assert nbval(tmp_path / "edited.ipynb") == 1
+
+
+# --- exercises --------------------------------------------------------------------------------------------------------
+
+
+def run_cells(notebook) -> list[str | None]:
+    """Execute the code cells here, each on what the others left: per cell the name of its exception, or None."""
+    scope, outcomes = {}, []
+    for cell in code_cells(notebook):
+        try:
+            exec(compile(cell.source, "cell", "exec"), scope)
+            outcomes.append(None)
+        except Exception as error:  # noqa: BLE001 - whatever a learner's cell raises is the result
+            outcomes.append(type(error).__name__)
+    return outcomes
+
+
+def test_the_solutions_pass():
+    assert set(run_cells(read("90_exercises"))) == {None}
+
+
+def test_every_stub_fails_its_check():
+    student = nbformat.read(STUDENT, as_version=4)
+    outcomes = dict(zip([cell.source for cell in code_cells(student)], run_cells(student), strict=True))
+    checks = [outcome for source, outcome in outcomes.items() if "exercises.check_" in source]
+    assert len(checks) >= 6 and set(checks) <= {"NotImplementedError", "NameError", "AssertionError"}
+
+
+def test_the_student_copy_is_the_exercises_without_solutions(tmp_path):
+    regenerate.write(regenerate.student_copy(read("90_exercises")), tmp_path / STUDENT.name)
+    assert (tmp_path / STUDENT.name).read_bytes() == STUDENT.read_bytes(), "generate it with `make notebooks`"
+    text = STUDENT.read_text()
+    assert "SOLUTION" not in text and text.count("NotImplementedError") >= 6
+
+
+def test_a_stub_stands_where_the_solution_stood():
+    source = "def f(x):\n    ### BEGIN SOLUTION\n    return x\n    ### END SOLUTION\nf(1)"
+    assert regenerate.without_solution(source) == f"def f(x):\n    {regenerate.STUB}\nf(1)"
+    with pytest.raises(ValueError, match="pairs"):
+        regenerate.without_solution("### BEGIN SOLUTION")
+
+
+# --- slides -----------------------------------------------------------------------------------------------------------
+
+FETCHED = re.compile(r"""<script[^>]*src="https?:|<link[^>]*href="https?:|@import|url\(["']?https?:|from 'https?:""")
+
+
+def test_slides_carry_everything_they_need_and_the_notes(tmp_path):
+    slides.main(tmp_path)
+    for name in PRESENT:
+        page = (tmp_path / f"{name}.slides.html").read_text()
+        assert not FETCHED.findall(page) and '<aside class="notes">' in page
+        for asset in re.findall(r'(?:src|href)="(reveal/[^"]+)"', page):
+            assert (tmp_path / asset).stat().st_size > 1000
+        assert name in (tmp_path / "index.html").read_text()
+    assert not FETCHED.findall("".join(path.read_text() for path in (tmp_path / "reveal").rglob("*.css")))

@@ -1,0 +1,187 @@
+"""The doctor on tiny look-alikes of vLLM: verdicts, exit statuses, targets that raise, hang, crash, print or lie."""
+
+import json
+import os
+import sys
+import time
+
+import pytest
+
+from dcp_fix.vllm.doctor import report, runner
+from dcp_fix.vllm.doctor.probes import PROBES
+from dcp_fix.vllm.doctor.target import folder
+from tests import doctor_targets
+from tests.doctor_targets import SOUND
+
+KERNEL_PROBES = ("query-rows", "k-rows", "owner-only-writes")
+CASE = "    if -1 in slots and q_c_out is not None:\n        "  # reached in a case, never in a control
+
+
+@pytest.fixture(autouse=True)
+def only_the_kernel_probes(monkeypatch):
+    """The look-alikes have a kernel and nothing else."""
+    monkeypatch.setattr(runner, "PROBES", tuple(p for p in PROBES if p.code in ("kernel", "serve-args")))
+
+
+def examine(path, time_limit=60.0):
+    """{probe id: finding}"""
+    return {found.id: found for found in runner.probe_target(folder(path), time_limit=time_limit)}
+
+
+def verdicts(findings):
+    return {name: findings[name].verdict for name in KERNEL_PROBES}
+
+
+def broken(line, by):
+    """SOUND with `line` replaced."""
+    assert SOUND.count(line) == 1
+    return SOUND.replace(line, by)
+
+
+def before(code):
+    return broken("    # BEFORE\n", code)
+
+
+def test_a_sound_kernel_is_ok_and_its_package_is_never_imported(tmp_path):
+    findings = examine(doctor_targets.folder(tmp_path))
+    assert set(verdicts(findings).values()) == {"ok"}
+    assert all(findings[name].remedy == "" and findings[name].reference for name in KERNEL_PROBES)
+    assert "vllm" not in sys.modules
+
+
+@pytest.mark.parametrize(
+    ("probe", "line"),
+    [
+        ("query-rows", "q_c_out.copy_(norm(q_c, q_rms_norm_w, q_rms_eps))"),
+        ("k-rows", "kv_c_out.copy_(norm(kv_c, kv_rms_norm_w, kv_rms_eps))"),
+        ("owner-only-writes", "if slot >= 0:"),
+    ],
+)
+def test_each_defect_is_named_for_what_it_is(tmp_path, probe, line):
+    by = "if True:"
+    if probe != "owner-only-writes":  # the rows of owned slots only
+        out, norm = line.removesuffix(")").split(".copy_(")
+        by = f"mine = torch.tensor(slots) >= 0; {out}[mine] = {norm}[mine]"
+    findings = examine(doctor_targets.folder(tmp_path, broken(line, by)))
+    assert {name for name, verdict in verdicts(findings).items() if verdict == "defect"} == {probe}
+    assert findings[probe].remedy
+    wanted = "outside the owned slots" if probe == "owner-only-writes" else "tokens 1, 3 never written"
+    assert wanted in findings[probe].evidence
+
+
+def test_a_kernel_that_raises_on_import_is_not_run_and_the_status_says_so(tmp_path, capsys):
+    path = doctor_targets.folder(tmp_path, "raise ValueError('no\\nkernel')")
+    assert report.main([str(path)], json="-") == 2
+    probes = {probe["id"]: probe for probe in json.loads(capsys.readouterr().out)[0]["probes"]}
+    assert {probes[name]["verdict"] for name in KERNEL_PROBES} == {"not-run"}
+    assert "ValueError: no kernel" in probes["query-rows"]["evidence"]
+
+
+def test_a_kernel_that_hangs_on_import_runs_into_the_time_limit_once(tmp_path):
+    start = time.monotonic()
+    findings = examine(doctor_targets.folder(tmp_path, "import time; time.sleep(99)"), time_limit=5)
+    assert time.monotonic() - start < 12
+    assert set(verdicts(findings).values()) == {"not-run"}
+    assert "time limit" in findings["k-rows"].evidence
+
+
+def test_what_it_prints_goes_nowhere(tmp_path, capfd):
+    noise = "import sys, os\nprint('LOUD' * 10**6); sys.stderr.write('LOUD' * 10**6); os.write(1, b'LOUD')\n"
+    path = doctor_targets.folder(tmp_path, noise + SOUND)
+    assert report.main([str(path)], json="-") == 0
+    out, err = capfd.readouterr()
+    assert "LOUD" not in out + err
+    assert json.loads(out)[0]["version"] == "9.9.9"
+
+
+@pytest.mark.parametrize(
+    ("code", "evidence"),
+    [
+        (CASE + "import ctypes; ctypes.string_at(0)\n", "SIGSEGV"),
+        (CASE + "import os; os._exit(0)\n", "ended the process (exit status 0)"),
+    ],
+)
+def test_a_case_that_takes_the_process_down_is_the_defect_and_the_next_probe_still_runs(
+    tmp_path, code, evidence, monkeypatch
+):
+    monkeypatch.setattr(runner, "PROBES", tuple(p for p in PROBES if p.id in ("query-rows", "k-rows", "configuration")))
+    code = code.replace("-1 in slots", "-1 in slots and kv_c_out is None")  # k-rows always asks for dense rows
+    findings = examine(doctor_targets.folder(tmp_path, before(code)))
+    assert findings["query-rows"].verdict == "defect" and evidence in findings["query-rows"].evidence
+    assert findings["k-rows"].verdict == "ok"
+
+
+def test_a_case_that_raises_is_the_defect_and_an_exception_in_a_control_is_not(tmp_path):
+    case = examine(doctor_targets.folder(tmp_path / "case", before(CASE + "raise KeyError('slot')\n")))
+    assert set(verdicts(case).values()) == {"defect"}
+    assert "raises KeyError: 'slot'" in case["query-rows"].evidence
+    control = examine(doctor_targets.folder(tmp_path / "control", before("    raise KeyError('slot')\n")))
+    assert set(verdicts(control).values()) == {"not-run"}
+    assert "control" in control["query-rows"].evidence
+
+
+def test_another_formula_is_not_judged(tmp_path):
+    findings = examine(doctor_targets.folder(tmp_path, broken("x.square().mean", "x.abs().mean")))
+    assert verdicts(findings)["query-rows"] == "not-run"
+    assert "query row of tokens 0, 1, 2, 3 wrong" in findings["query-rows"].evidence
+
+
+def test_an_unknown_signature_says_what_changed(tmp_path):
+    kernels = broken("k_pe_out=None,\n):", "k_pe_out=None, dcp_plan=None,\n):").replace("mla_k_scale=None, ", "")
+    findings = examine(doctor_targets.folder(tmp_path, kernels))
+    assert set(verdicts(findings).values()) == {"not-run"}
+    assert "unknown signature" in findings["k-rows"].evidence
+    assert "new ['dcp_plan'], gone ['mla_k_scale']" in findings["k-rows"].evidence
+
+
+def test_a_collaborator_without_a_stand_in_is_named_even_if_the_target_catches_everything(tmp_path):
+    code = (
+        "    from vllm.new_helpers import allowed\n    try:\n        allowed()\n    except Exception:\n        pass\n"
+    )
+    findings = examine(doctor_targets.folder(tmp_path, before(code)))
+    assert set(verdicts(findings).values()) == {"not-run"}
+    assert "vllm.new_helpers.allowed" in findings["query-rows"].evidence
+
+
+def test_a_target_without_the_kernel_is_not_run(tmp_path):
+    findings = examine(doctor_targets.folder(tmp_path, kernels=None))
+    assert set(verdicts(findings).values()) == {"not-run"}
+    assert "no fused norm/RoPE kernel" in findings["k-rows"].evidence
+
+
+def test_a_grandchild_neither_outlives_the_probes_nor_delays_them(tmp_path):
+    pid_file = tmp_path / "pid"
+    fork = "import os, time\npid = os.fork()\nif pid == 0:\n    time.sleep(50)\n    os._exit(0)\n"
+    fork += f"open({str(pid_file)!r}, 'w').write(str(pid))\n"
+    start = time.monotonic()
+    assert set(verdicts(examine(doctor_targets.folder(tmp_path, fork + SOUND))).values()) == {"ok"}
+    assert time.monotonic() - start < 40
+    with pytest.raises(ProcessLookupError):
+        for _ in range(100):
+            os.kill(int(pid_file.read_text()), 0)
+            time.sleep(0.02)
+
+
+def test_the_caller_s_settings_do_not_reach_the_target(tmp_path, monkeypatch):
+    monkeypatch.setenv("VLLM_ATTENTION_BACKEND", "MINE")
+    code = "import os\nassert not [n for n in os.environ if n.startswith('VLLM_')]\n"
+    assert set(verdicts(examine(doctor_targets.folder(tmp_path, code + SOUND))).values()) == {"ok"}
+
+
+def test_the_highest_status_of_all_targets_counts(tmp_path, capsys):
+    bad = doctor_targets.folder(tmp_path / "bad", broken("if slot >= 0:", "if True:"))
+    out = tmp_path / "report.json"
+    assert report.main([str(bad), str(tmp_path / "absent")], json=str(out)) == 2
+    assert report.main([str(bad)], json=str(out)) == 1
+    captured = capsys.readouterr()
+    assert "error: " in captured.err and "absent" in captured.err
+    assert "owner-only-writes" in captured.out and "defect" in captured.out
+    (only,) = json.loads(out.read_text())
+    assert list(only) == ["target", "version", "probes"]
+    assert set(only["probes"][0]) == {"id", "verdict", "evidence", "reference", "remedy"}
+
+
+def test_the_probes_have_the_promised_ids_in_the_promised_order():
+    assert [probe.id for probe in PROBES] == (
+        "query-rows combine-routing k-rows owner-only-writes split-workspace empty-rows silent-collective configuration"
+    ).split()

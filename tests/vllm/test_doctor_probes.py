@@ -1,0 +1,261 @@
+"""Three probes on small collaborators written here (merge, communicator, attention layer), right and broken."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from dcp_fix.vllm.doctor.attempt import NotRun
+from dcp_fix.vllm.doctor.probes import collective, merge, routing
+from dcp_fix.vllm.doctor.world import Missing, StandInReached, World, poison, unwritten_memory_is_nan
+
+
+def silent(*args, **kwargs):
+    """Nobody listens to the progress."""
+
+
+# --- merge ------------------------------------------------------------------------------------------------------------
+
+
+def ag_rs(clean=True, select=True):
+    """A merge in torch with the signature of vLLM's, its two precautions optional."""
+
+    def cp_lse_ag_out_rs(cp_attn_out, cp_attn_lse, cp_group, ctx=None, return_lse=False, is_lse_base_on_e=True):
+        base = torch.e if is_lse_base_on_e else 2.0
+        lses = cp_group.all_gather(cp_attn_lse, dim=0).reshape(cp_group.world_size, *cp_attn_lse.shape)
+        if clean:
+            lses = torch.where(lses.isnan() | (lses == torch.inf), -torch.inf, lses)
+        top = lses.amax(0).clamp(min=-1e30)
+        total = (base ** (lses - top)).sum(0)
+        lse = top + (total.log() if is_lse_base_on_e else total.log2())
+        weight = (base ** (lses[cp_group.rank_in_group] - top) / total.clamp(min=1e-30)).unsqueeze(-1)
+        out = torch.where(weight == 0, 0.0, cp_attn_out * weight) if select else cp_attn_out * weight
+        cp_group.reduce_scatter(out, dim=1)
+        mine = lse.chunk(cp_group.world_size, dim=1)[cp_group.rank_in_group]
+        return out, torch.where(total.chunk(2, 1)[cp_group.rank_in_group] == 0, -torch.inf, mine)
+
+    return {"cp_lse_ag_out_rs": (cp_lse_ag_out_rs, merge.merge_ag_rs)}
+
+
+def test_a_careful_merge_is_ok_and_a_careless_one_is_not(tmp_path):
+    assert merge.empty_rows(ag_rs(), tmp_path, "cpu", silent)[0] == "ok"
+    verdict, evidence = merge.empty_rows(ag_rs(clean=False), tmp_path, "cpu", silent)
+    assert verdict == "defect" and "+inf and NaN gives nan for 3" in evidence
+    verdict, evidence = merge.empty_rows(ag_rs(select=False), tmp_path, "cpu", silent)
+    assert verdict == "defect" and "-inf and NaN gives nan for 3" in evidence
+
+
+def test_a_merge_in_the_wrong_base_is_a_defect(tmp_path):
+    function, run = ag_rs()["cp_lse_ag_out_rs"]
+
+    def always_natural(*args, is_lse_base_on_e=True, **kwargs):
+        return function(*args, is_lse_base_on_e=True, **kwargs)
+
+    verdict, evidence = merge.empty_rows({"cp_lse_ag_out_rs": (always_natural, run)}, tmp_path, "cpu", silent)
+    assert verdict == "defect" and "(base 2): two ranks with keys gives 8.808 for 8" in evidence
+
+
+def test_the_declared_base_is_read_and_an_unknown_signature_is_not_guessed(tmp_path):
+    backends = tmp_path / "vllm/v1/attention/backends/mla"
+    backends.mkdir(parents=True)
+    (backends / "flashmla_sparse.py").write_text("class A:\n    supports = 1\n")
+    (backends / "flashinfer_mla_sparse.py").write_text("class B:\n    lse_base_on_e: bool = False\n")
+    assert merge.bases(tmp_path) == "FlashMLA sparse natural, FlashInfer sparse base 2"
+    (tmp_path / "vllm/v1/attention/ops").mkdir(parents=True)
+    (tmp_path / "vllm/v1/attention/ops/dcp.py").write_text("def cp_lse_ag_out_rs(out, lse, group): pass\n")
+    with World(tmp_path, real=("vllm.v1.",)) as world, pytest.raises(NotRun, match="unknown signature"):
+        merge.find_merges(world)
+
+
+# --- communicator -----------------------------------------------------------------------------------------------------
+
+SYMBOLS = ("ncclAllReduce", "ncclCommSuspend", "ncclOptional")
+
+
+def communicators(reduce_scatter, on_refusal="disable"):
+    """(pynccl, its wrapper, the CUDA communicator) of a target."""
+    pynccl = SimpleNamespace(NCCLLibrary=None)
+
+    class PyNcclCommunicator:
+        def __init__(self, group, device):
+            self.world_size, self.disabled = group.world_size, False
+            try:
+                pynccl.NCCLLibrary(None)
+            except OSError:
+                if on_refusal == "raise":
+                    raise
+                self.disabled = True
+
+        def reduce_scatter(self, output, x):
+            assert self.disabled
+
+    class NCCLLibrary:
+        exported_functions = [SimpleNamespace(name=name) for name in SYMBOLS]
+
+        def __init__(self, path):
+            library = wrapper.ctypes.CDLL(path)
+            for function in self.exported_functions:
+                if not hasattr(library, function.name) and function.name != "ncclOptional":
+                    raise AttributeError(function.name)
+
+    pynccl.PyNcclCommunicator = PyNcclCommunicator
+    wrapper = SimpleNamespace(NCCLLibrary=NCCLLibrary, ctypes=None)
+    cuda = type("CudaCommunicator", (), {"reduce_scatter": reduce_scatter})
+    return pynccl, wrapper, SimpleNamespace(CudaCommunicator=cuda)
+
+
+def unwritten(self, x, dim):
+    output = torch.empty(x.shape[0] // self.world_size, x.shape[1])
+    self.pynccl_comm.reduce_scatter(output, x)
+    return output
+
+
+def through_torch(self, x, dim):
+    output = torch.empty(x.shape[0] // self.world_size, x.shape[1])
+    torch.distributed.reduce_scatter_tensor(output, x, group=self.device_group)
+    return output
+
+
+def refusing(self, x, dim):
+    raise RuntimeError("no NCCL")
+
+
+@pytest.mark.parametrize(
+    ("reduce_scatter", "on_refusal", "verdict", "says"),
+    [
+        (unwritten, "disable", "defect", "returns unwritten memory"),
+        (unwritten, "raise", "ok", "a communicator without NCCL raises OSError"),
+        (through_torch, "disable", "ok", "gives the right sum"),
+        (refusing, "disable", "ok", "raises RuntimeError: no NCCL"),
+    ],
+)
+def test_a_disabled_communicator(reduce_scatter, on_refusal, verdict, says, monkeypatch):
+    monkeypatch.setattr(collective, "environment_nccl", lambda environment: None)
+    found, evidence = collective.silent_collective(communicators(reduce_scatter, on_refusal), {}, silent)
+    assert (found, says in evidence) == (verdict, True), evidence
+    assert "it needs NCCL 2.29.7 or newer" in evidence  # of the symbols that are not optional
+
+
+def test_a_communicator_that_needs_more_than_we_know_is_not_judged():
+    def newer(self, x, dim):
+        return self.symmetric_memory.reduce(x)
+
+    with pytest.raises(NotRun, match="symmetric_memory"):
+        collective.silent_collective(communicators(newer), {}, silent)
+
+
+def test_an_environment_that_disables_nccl_is_said(monkeypatch):
+    found = collective.silent_collective(communicators(through_torch), {"VLLM_DISABLE_PYNCCL": "1"}, silent)
+    assert found[0] == "defect" and "VLLM_DISABLE_PYNCCL=1" in found[1]
+    old = SimpleNamespace(ncclAllReduce=1, ncclGetVersion=lambda number: setattr(number._obj, "value", 22809))
+    monkeypatch.setattr(collective, "environment_nccl", lambda environment: old)
+    found = collective.silent_collective(communicators(through_torch), {}, silent)
+    assert found[0] == "defect" and "NCCL 2.28.9 here lacks ncclCommSuspend" in found[1]
+
+
+# --- attention layer --------------------------------------------------------------------------------------------------
+
+
+def attention(gathers=True, combines=True):
+    """A layer that does what the real one does with its collaborators, and no more."""
+
+    class DeepseekV32Attention:
+        def forward(self, positions, hidden_states):
+            rows, heads = self_rows(self), self.num_local_heads
+            query = torch.ones(rows, heads, self.kv_lora_rank + self.qk_rope_head_dim)
+            dcp = self.impl.dcp_world_size > 1
+            if dcp and gathers:
+                query = self.dcp_manager.query_gather(query)
+            out, lse = self.impl.forward_mqa(query, self.kv_cache, None, self)
+            if dcp and combines:
+                out = self.dcp_manager.combine(out, lse, seq_lens=None, query_start_loc=None)
+            return self.o_proj(torch.einsum("thl,hlv->thv", out[:, :heads], self.W_UV).flatten(1))[0]
+
+    return SimpleNamespace(DeepseekV32Attention=DeepseekV32Attention)
+
+
+def self_rows(layer):
+    return routing.TOKENS
+
+
+@pytest.mark.parametrize(
+    ("gathers", "combines", "says"),
+    [
+        (False, True, "gets 2 query heads of the group's 8"),
+        (True, False, "never combined"),
+        (False, False, "2 query heads of the group's 8 and its partial result is never combined"),
+    ],
+)
+def test_a_layer_that_leaves_out_a_step_is_named_for_it(gathers, combines, says):
+    verdict, evidence = routing.combine_routing(attention(gathers, combines), routing.Collaborators(), silent)
+    assert verdict == "defect" and says in evidence
+
+
+def test_a_layer_that_does_both_is_ok_and_a_new_one_is_not_judged():
+    verdict, evidence = routing.combine_routing(attention(), routing.Collaborators(), silent)
+    assert verdict == "ok" and "does not know PCP" in evidence
+    with pytest.raises(NotRun, match="no longer defines"):
+        routing.combine_routing(SimpleNamespace(), routing.Collaborators(), silent)
+    newer = attention()
+    newer.DeepseekV32Attention.forward = lambda self, positions, hidden: self.plan.run()
+    with pytest.raises(NotRun, match="plan"):
+        routing.combine_routing(newer, routing.Collaborators(), silent)
+
+
+# --- the world --------------------------------------------------------------------------------------------------------
+
+
+def test_a_missing_name_may_stand_in_annotations_and_bases_and_nothing_else():
+    missing = Missing("vllm.config")
+    assert eval("missing.VllmConfig | None", {"missing": missing}) is not None
+
+    class Derived(missing.Base):
+        pass
+
+    assert Derived.__mro__ == (Derived, object)
+    for use in (
+        lambda: missing.f(1),
+        lambda: bool(missing.FLAG),
+        lambda: missing == 1,
+        lambda: [*missing],
+        lambda: len(missing),
+        lambda: isinstance(1, missing.T),
+        lambda: missing.x + 1,
+    ):
+        with pytest.raises(StandInReached, match="vllm.config"):
+            use()
+
+
+def test_modules_run_without_their_package_and_leave_no_trace(tmp_path):
+    files = {
+        "__init__.py": "raise RuntimeError('executed')",
+        "a/__init__.py": "raise RuntimeError('executed')",
+        "a/b.py": "import vllm.c as c\nfrom vllm import d, logger\nfrom .e import f\nvalue = c.value + 1\n",
+        "c.py": "value = 41\n",
+        "d.py": "value = 1\n",
+    }
+    for name, text in files.items():
+        (tmp_path / "vllm" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "vllm" / name).write_text(text)
+    with World(tmp_path, real=("vllm.a.b", "vllm.c")) as world:
+        loaded = world.load("vllm.a.b")
+        assert loaded.value == 42  # c is real
+        with pytest.raises(StandInReached, match="vllm.a.e.f"):
+            loaded.f()
+        with pytest.raises(StandInReached, match="vllm.d.value"):  # d is not on the list of real modules
+            loaded.d.value()
+    import sys
+
+    assert not [name for name in sys.modules if name.split(".")[0] == "vllm"]
+    assert not list(tmp_path.rglob("*.pyc"))
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.int64, torch.int32, torch.uint8, torch.float8_e4m3fn]
+)
+def test_unwritten_memory_is_poisoned(dtype):
+    with unwritten_memory_is_nan():
+        fresh = (torch.empty(3, 2, dtype=dtype), torch.empty_like(torch.zeros(2, dtype=dtype)))
+    for x in fresh:
+        assert x.float().isnan().all() or (x.float() == poison(torch.zeros(1, dtype=dtype)).float()).all()
+        assert (x.view(torch.uint8) != 0).any()
