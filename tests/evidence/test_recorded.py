@@ -17,7 +17,7 @@ from dcp_fix.engine.engine import Generation
 from dcp_fix.errors import UserError
 from dcp_fix.evidence import ladder, ladder_report, recorded, records, verify, verify_report
 from dcp_fix.evidence.costs import workspace_peak
-from dcp_fix.ranks.place import checkpoint_terms
+from dcp_fix.evidence.terms import checkpoint_terms
 from dcp_fix.tiny import corpus
 from tests.norm_rope_cases import CASES
 
