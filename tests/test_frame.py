@@ -200,14 +200,10 @@ def test_ci_runs_the_whole_suite():
 # --- rules for every file ---------------------------------------------------------------------------------------------
 
 
-def test_import_is_quick_and_leaves_torch_alone():
-    code = (
-        "import sys, time; start = time.process_time(); import dcp_fix; print(time.process_time() - start);"
-        "assert not {'torch', 'triton', 'numpy', 'typer'} & set(sys.modules)"
-    )
-    runs = [subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True) for _ in range(3)]
-    assert [run.returncode for run in runs] == [0, 0, 0], runs[0].stderr
-    assert min(float(run.stdout) for run in runs) < 0.3
+def test_import_leaves_what_is_heavy_alone():
+    code = "import sys, dcp_fix; print({'torch', 'triton', 'numpy', 'typer'} & set(sys.modules))"
+    run = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True)
+    assert run.stdout.strip() == "set()", run.stderr
 
 
 ABSOLUTE_PATH = re.compile(r"(?<![\w/.:~$}-])/(?:home|root|work|Users|workspace|mnt)/[\w.-]+")
