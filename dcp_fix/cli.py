@@ -68,15 +68,50 @@ def reproduce(
     checkpoint: Annotated[
         Path | None, typer.Option(help="Checkpoint folder made by `dcp-fix train`; without it, the packaged one.")
     ] = None,
+    engine: Annotated[Literal["own", "vllm"], typer.Option(help="own, or the installed vLLM, on GPUs.")] = "own",
+    model: Annotated[str | None, typer.Option(help="vllm: another GLM-5 or DeepSeek-V3.2, by folder or name.")] = None,
+    put_back: Annotated[
+        str | None,
+        typer.Option(help="vllm: defects to put back, all and then one fewer: query-norm,combine-routing,k-rows."),
+    ] = None,
+    rungs: Annotated[
+        str | None,
+        typer.Option(help="vllm: dcp1, installed, workaround, plugin, or defects such as query-norm+k-rows."),
+    ] = None,
+    one_batch: Annotated[bool, typer.Option("--one-batch", help="vllm: ask all prompts at once as well.")] = False,
+    cuda_graphs: Annotated[bool, typer.Option("--cuda-graphs", help="vllm: compile and use CUDA graphs.")] = False,
+    pcp: Annotated[int | None, typer.Option(min=1, help="vllm: prefill-context-parallel size.")] = None,
+    llm: Annotated[list[str] | None, typer.Option(help="vllm: an argument of `LLM`, key=value (repeatable).")] = None,
+    timeout: Annotated[float | None, typer.Option(min=1.0, help="vllm: seconds for one rung (600).")] = None,
+    logs: Annotated[Path | None, typer.Option(file_okay=False, help="vllm: folder for vLLM's logs.")] = None,
+    resume: Annotated[Path | None, typer.Option(help="vllm: take over the rungs of this record.")] = None,
 ) -> None:
     """Climb the repair ladder: unpatched, +query norm, +combine routing, +K rows, +workspace.
 
     Exit status 0 only if the last rung equals DCP1 in every prompt class and the first does not.
+
+    With --engine vllm in the installed vLLM on GPUs: as installed, defects put back, with the plugin.
     """
+    given = {"model": model, "put_back": put_back, "rungs": rungs, "one_batch": one_batch, "cuda_graphs": cuda_graphs}
+    given |= {"pcp": pcp, "llm": llm, "timeout": timeout, "logs": logs, "resume": resume}
+    if engine == "vllm":
+        from dcp_fix.vllm.real_ladder import from_options
+
+        refuse({"stale": stale != "previous", "device": device != "cpu"}, "have no meaning with --engine vllm")
+        shared = {"tp": tp, "dcp": dcp, "checkpoint": checkpoint, "prompts": prompts, "classes": classes}
+        raise typer.Exit(from_options(json_path=json, **shared, **given))
+    refuse(given, "need --engine vllm")
     from dcp_fix.evidence import ladder
 
     options = {"tp": tp, "dcp": dcp, "device": device, "checkpoint": checkpoint, "classes": tuple(classes.split(","))}
     raise typer.Exit(ladder.main(prompts=prompts, stale=stale, json_path=json, **options))
+
+
+def refuse(given: dict, why: str) -> None:
+    """Refuse the options that were given, where they would do nothing."""
+    names = [f"--{name.replace('_', '-')}" for name, value in given.items() if value]
+    if names:
+        raise typer.BadParameter(f"{', '.join(names)} {why}.")
 
 
 def numbers(text: str) -> tuple[int, ...]:

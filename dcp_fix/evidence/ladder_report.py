@@ -16,7 +16,6 @@ from rich.table import Table
 
 SHA_HEAD = 8  # hexadecimal digits of a digest that a row shows
 HEADER = ("rung", "tokens", "answer", "right", "= DCP1", "share", "SHA256")
-ANSWER = HEADER.index("answer")
 TABLE_NOTE = "= DCP1: yes, or the first token that differs. share: of the commonest token, which measures no repair."
 WIDTH = 120  # of the printed ladder where no terminal says otherwise
 MEMORY = {
@@ -63,19 +62,24 @@ def show(rows, prompts: int, setup, ok: bool) -> None:
 
 def table(rows, prompts: int, width: int) -> Table:
     """One line per rung and class: the first prompt's answer, and how many of all prompts are right and equal."""
-    lines = [(row.rung, row.prompt_class, *cells(row, prompts)) for row in rows]
-    widths = [max(map(len, column)) for column in zip(HEADER, *lines, strict=True)]
-    widths[ANSWER] = max(len(HEADER[ANSWER]), width - sum(w + 2 for i, w in enumerate(widths) if i != ANSWER) - 3)
-    grid = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for name, wide in zip(HEADER, widths, strict=True):
-        grid.add_column(name, no_wrap=True, overflow="ellipsis", width=wide)
+    return grid(HEADER, [(row.rung, row.prompt_class, *cells(row, prompts)) for row in rows], width)
+
+
+def grid(header: tuple[str, ...], lines: list[tuple[str, ...]], width: int) -> Table:
+    """Lines that begin with their rung, said once; the column `answer` takes what is left of `width`."""
+    widths = [max(map(len, column)) for column in zip(header, *lines, strict=True)]
+    answer = header.index("answer")
+    widths[answer] = max(len("answer"), width - sum(w + 2 for i, w in enumerate(widths) if i != answer) - 3)
+    drawn = Table(box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for name, wide in zip(header, widths, strict=True):
+        drawn.add_column(name, no_wrap=True, overflow="ellipsis", width=wide)
     last = None
     for rung, *rest in lines:
         if last not in (None, rung):
-            grid.add_section()
-        grid.add_row("" if rung == last else rung, *rest)
+            drawn.add_section()
+        drawn.add_row("" if rung == last else rung, *rest)
         last = rung
-    return grid
+    return drawn
 
 
 def cells(row, prompts: int) -> tuple[str, ...]:

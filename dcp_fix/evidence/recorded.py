@@ -3,9 +3,9 @@
     for name, record in load_all(Path("records")).items():
         print(name, hardware(record), *facts(record), sep="\\n")
 
-Known are the records of `dcp-fix reproduce`, `verify`, `multi-gpu` and `bench`, and of `pytest --record`. What `facts`
-says of a run stays the same when the run is recorded again: verdicts, counts, whether bits are equal, bytes; never
-times, digests or ulps.
+Known are the records of `dcp-fix reproduce` on either engine, `verify`, `multi-gpu` and `bench`, and of `pytest
+--record`. What `facts` says of a run stays the same when the run is recorded again: verdicts, counts, whether bits are
+equal, bytes; never times, digests or ulps.
 
 It does not: run, judge or write anything (ladder.py, verify.py, multi_gpu.py, evidence.py).
 """
@@ -39,7 +39,7 @@ def has_gpu(record: dict) -> bool:
     """Whether the run happened on GPUs: a host that has some may be asked for its CPU alone."""
     devices = [run["device"] for run in ladders(record)] + [run["settings"]["device"] for run in verifications(record)]
     used = any(device.startswith("cuda") for device in devices) or any(run["graph"] for run in timings(record))
-    return (used or bool(outcomes(record))) and bool(record["hardware"]["gpus"])
+    return (used or bool(outcomes(record)) or bool(real_ladders(record))) and bool(record["hardware"]["gpus"])
 
 
 def hardware(record: dict) -> str:
@@ -57,6 +57,10 @@ def facts(record: dict) -> list[str]:
         lines.append(f"ladder, TP{run['tp']}: {run['verdict']}")
         failed = [row for row in run["rows"] if row["failure"]]
         lines += [f"no answer at {row['rung']}, {row['prompt_class']} tokens: {row['failure']}" for row in failed]
+    for run in real_ladders(record):
+        lines.append(f"ladder in {run['engine']}, TP{run['tp']}: {run['verdict']}")
+        failed = dict.fromkeys((row["rung"], row["failure"]) for row in run["rows"] if row["failure"])
+        lines += [f"no answer {rung}: {failure}" for rung, failure in failed]
     lines += verified(verifications(record))
     for part in parts(record):
         lines += [": ".join(multi_gpu.workspace_row(row)[:2]) for row in part.get("workspace", ())]
@@ -100,6 +104,7 @@ def parts(record: dict) -> list[dict]:
     if "parts" in results:
         return list(results["parts"].values())
     for field, part in (
+        ("boots", {"real ladder": results}),
         ("repaired", {"ladder": results}),
         ("settings", {"verify": [results]}),
         ("graph", {"bench": results}),
@@ -113,6 +118,11 @@ def parts(record: dict) -> list[dict]:
 def ladders(record: dict) -> list[dict]:
     """What ladder_report.as_json wrote."""
     return [part["ladder"] for part in parts(record) if "ladder" in part]
+
+
+def real_ladders(record: dict) -> list[dict]:
+    """What vllm/real_ladder_report.as_json wrote."""
+    return [part["real ladder"] for part in parts(record) if "real ladder" in part]
 
 
 def verifications(record: dict) -> list[dict]:

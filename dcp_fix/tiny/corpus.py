@@ -144,8 +144,11 @@ def encode(words: list[str]) -> list[int]:
 
 
 def decode(ids: list[int]) -> str:
-    """Token ids to text, the end token included, words apart by single spaces."""
-    return " ".join(WORDS[i] for i in ids)
+    """Token ids to text, the end token included, words apart by single spaces.
+
+    An id that the world does not have, as a sampler may return for logits of NaN, is shown as a number: `<320>`.
+    """
+    return " ".join(WORDS[i] if 0 <= i < len(WORDS) else f"<{i}>" for i in ids)
 
 
 def draw_facts(rng: Random, count: int, held_out: bool = False) -> list[Fact]:

@@ -6,7 +6,8 @@ child process without a GPU, and the verdict is cached), and repairs the three t
 
 Modules are repaired right after vLLM imports them, so a run that never imports the DeepSeek-V3.2 / GLM-5 model is left
 as it was, and on any platform but CUDA nothing is repaired. DCP_FIX_PLUGIN=0 switches the plugin off. Where nothing is
-wrong it does nothing, and says so in vLLM's log.
+wrong it does nothing, and says so in vLLM's log. DCP_FIX_PUT_BACK names defects to be put back afterwards, for the
+ladder in real vLLM (put_back.py).
 
 Not here: the split workspace and the merge (compiled or not ours to replace), PCP+DCP routing, nvfp4 caches (handed on
 to upstream's launcher), releases from 0.31 on, whose fp8_ds_mla entries have other scales and whose kernel is right.
@@ -21,6 +22,7 @@ import os
 import sys
 from pathlib import Path
 
+from dcp_fix.vllm import put_back
 from dcp_fix.vllm.launcher import logger
 from dcp_fix.vllm.repairs import KERNEL_DEFECTS, REPAIRED, guard_communicator, replace_launcher, route_attention
 
@@ -38,12 +40,15 @@ def register() -> None:
         return
     spec = importlib.util.find_spec("vllm")
     defects = find_defects(Path(spec.submodule_search_locations[0]).parent)
-    repairs = repairs_for(defects)
-    if not repairs:
+    repairs, asked = repairs_for(defects), put_back.parse(os.environ.get(put_back.VARIABLE, ""))
+    if asked:
+        logger.warning("dcp_fix: %s put back when the module is imported: answers will be wrong", ", ".join(asked))
+    elif not repairs:
         logger.info("dcp_fix: this vLLM needs none of the plugin's repairs, nothing is changed")
         return
-    logger.info("dcp_fix: this vLLM has %s; repaired when the module is imported", ", ".join(sorted(defects)))
-    install(repairs)
+    if repairs:
+        logger.info("dcp_fix: this vLLM has %s; repaired when the module is imported", ", ".join(sorted(defects)))
+    install(with_hooks(repairs, put_back.hooks(asked, KERNELS, ATTENTION)))
 
 
 def find_defects(root: Path) -> set[str]:
@@ -93,6 +98,11 @@ def repairs_for(defects: set[str]) -> dict:
         if defect in defects:
             repairs |= {name: [*repairs.get(name, []), function] for name in ATTENTION}
     return repairs
+
+
+def with_hooks(repairs: dict, more: dict) -> dict:
+    """Both, the functions of `more` after those of `repairs`."""
+    return {name: [*repairs.get(name, []), *more.get(name, [])] for name in {**repairs, **more}}
 
 
 # --- repairing modules as they are imported ---------------------------------------------------------------------------

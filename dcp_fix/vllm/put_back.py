@@ -1,0 +1,124 @@
+"""Historical defects put back into a vLLM that lacks them, in memory, through the same hooks as the plugin's repairs.
+
+    query-norm         query rows of a token that another rank owns keep what lay in their memory      vLLM issue 50095
+    combine-routing    a rank attends with its heads over its keys and returns that as the answer      vLLM issue 50095
+    k-rows             dense K rows of a token that another rank owns keep what lay in their memory    vLLM issue 54907
+
+DCP_FIX_PUT_BACK=query-norm,k-rows asks for them; the plugin reads it in every process of vLLM, after its repairs, so
+that a rung of the ladder has the defects that it names and no other. The installation's files are never touched.
+Semantics as in dcp_fix/broken.py: the function runs in full and the rows that the defect left out get their former
+contents back. No row is chosen on the host, so CUDA graphs can be captured. PCP takes other paths and is left alone.
+"""
+
+import functools
+import inspect
+
+HISTORY = ("query-norm", "combine-routing", "k-rows")  # in the order in which upstream repaired them
+VARIABLE = "DCP_FIX_PUT_BACK"
+
+
+def parse(text: str) -> tuple[str, ...]:
+    """Names separated by commas or plus signs, in historical order. ValueError for one that is unknown."""
+    names = [name.strip() for name in text.replace("+", ",").split(",") if name.strip()]
+    for name in names:
+        if name not in HISTORY:
+            raise ValueError(f"'{name}' is no defect that can be put back: choose from {', '.join(HISTORY)}")
+    return tuple(name for name in HISTORY if name in names)
+
+
+def hooks(names: tuple[str, ...], kernels: tuple[str, ...], attention: tuple[str, ...]) -> dict:
+    """{module name: functions to call with that module}, to be called after those of the repairs."""
+    found = {}
+    for name, function in FUNCTIONS.items():
+        for module in attention if name == "combine-routing" else (*kernels, *attention):
+            if name in names:
+                found.setdefault(module, []).append(function)
+    return found
+
+
+def query_norm_put_back(module) -> None:
+    """Defect 1, on the launcher that the kernel module defines and the attention module has imported."""
+    module.fused_norm_rope = forgetting(module.fused_norm_rope, "q_c_out")
+
+
+def k_rows_put_back(module) -> None:
+    """Defect 3, likewise."""
+    module.fused_norm_rope = forgetting(module.fused_norm_rope, "k_pe_out", "kv_c_out")
+
+
+def combine_routing_put_back(module) -> None:
+    """Defect 2, on the manager of every layer that is made: what routes through it comes out as it went in."""
+    attention = module.DeepseekV32Attention
+    make = attention.__init__
+    if getattr(make, "is_put_back", False):
+        return
+
+    @functools.wraps(make)
+    def unrouted(self, *args, **kwargs):
+        make(self, *args, **kwargs)
+        manager = getattr(self, "dcp_manager", None)
+        if manager is not None and not self.use_pcp:
+            manager.query_gather, manager.combine = local_heads, local_keys
+
+    unrouted.is_put_back = True
+    attention.__init__ = unrouted
+
+
+FUNCTIONS = {
+    "query-norm": query_norm_put_back,
+    "combine-routing": combine_routing_put_back,
+    "k-rows": k_rows_put_back,
+}
+
+
+def local_heads(query):
+    """Stands for the gather: a rank keeps its own heads."""
+    return query
+
+
+def local_keys(partial_output, partial_lse, **metadata):
+    """Stands for the combine: what a rank found among its own keys is the answer."""
+    return partial_output.contiguous()
+
+
+# --- the kernel -------------------------------------------------------------------------------------------------------
+
+
+def forgetting(launcher, *outputs: str):
+    """`launcher` whose `outputs` keep their former rows where the slot is negative; itself if it is so already."""
+    done = getattr(launcher, "put_back", ())
+    if set(outputs) <= set(done):
+        return launcher
+    names = list(inspect.signature(launcher).parameters)
+
+    @functools.wraps(launcher)
+    def forgetful(*args, **kwargs):
+        call = {**dict(zip(names, args)), **kwargs}  # noqa: B905 the rest has defaults
+        slots = call.get("slot_mapping")
+        if slots is None:  # profiling, or PCP, which caches by itself
+            return launcher(**call)
+        if "q_c_out" in outputs and call.get("q_c_out") is None:
+            call["q_c_out"] = unwritten(call["q_c"])
+        before = {name: call[name].clone() for name in outputs if call.get(name) is not None}
+        result = launcher(**call)
+        for name, old in before.items():
+            forget(call[name], old, slots)
+        return result
+
+    forgetful.put_back = (*done, *outputs)
+    return forgetful
+
+
+def unwritten(like):
+    """Memory of the shape of `like` that nobody has written, as upstream's launcher takes it for its result."""
+    import torch
+
+    return torch.empty(like.shape, dtype=like.dtype, device=like.device)
+
+
+def forget(output, old, slots) -> None:
+    """Give the rows of `output` [T, ...] whose slot is negative their contents of `old` again."""
+    import torch
+
+    owned = (slots[: len(output)] >= 0).view(-1, *[1] * (output.ndim - 1))
+    output.copy_(torch.where(owned, output, old))
