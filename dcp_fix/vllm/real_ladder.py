@@ -134,13 +134,20 @@ def rung(name: str, settings: Settings) -> Rung:
         return Rung(WORKAROUND, llm=parallel | {"attention_config": attention}, environment=SWITCHED_OFF)
     if name == "plugin":
         return Rung(PLUGIN, llm=parallel)
+    defects = defects_of(name)
+    return Rung(back_name(defects), defects, parallel, {put_back.VARIABLE: ",".join(defects)})
+
+
+def defects_of(name: str) -> tuple[str, ...]:
+    """`query-norm+k-rows` as defects. Raises UserError for any other word."""
     try:
         defects = put_back.parse(name)
     except ValueError:
-        raise UserError(
-            f"--rungs: {name!r} is none of {', '.join(NAMED)}, nor defects joined by + such as query-norm+k-rows"
-        ) from None
-    return Rung(back_name(defects), defects, parallel, {put_back.VARIABLE: ",".join(defects)})
+        defects = ()
+    if not defects:
+        known = ", ".join(NAMED)
+        raise UserError(f"--rungs: {name!r} is none of {known}, nor defects joined by + such as query-norm+k-rows")
+    return defects
 
 
 def back_name(defects: tuple[str, ...]) -> str:

@@ -94,3 +94,11 @@ def write(folder) -> None:
         path = folder / "vllm" / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(textwrap.dedent(text))
+    for name, content in {
+        "vllm-0.29.0.dist-info/METADATA": "Metadata-Version: 2.1\nName: vllm\nVersion: 0.29.0\n",
+        "dcp_fix-0.1.0.dist-info/METADATA": "Metadata-Version: 2.1\nName: dcp_fix\nVersion: 0.1.0\n",
+        "dcp_fix-0.1.0.dist-info/entry_points.txt": "[vllm.general_plugins]\ndcp_fix = dcp_fix.vllm.plugin:register\n",
+    }.items():
+        path = folder / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(content)
