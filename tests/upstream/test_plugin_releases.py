@@ -6,12 +6,15 @@ bytes of fp8 entries are compared on a GPU only (the interpreter casts fp8 wrong
 
 import contextlib
 import inspect
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from dcp_fix.equality import close
 from dcp_fix.kv_cache import index_views, new_index_cache, read_index
+from dcp_fix.vllm import put_back
+from dcp_fix.vllm.doctor.probes import kernel, routing
 from dcp_fix.vllm.doctor.probes.launch import KERNELS, load_kernel
 from dcp_fix.vllm.doctor.report import examine
 from dcp_fix.vllm.doctor.world import World, module
@@ -96,3 +99,46 @@ def test_ours_writes_what_upstreams_kernel_writes(version, indexer, interleaved,
         scales = [index_views(a["indexer_k_cache"])[1] for a in (ours, theirs)]
         assert close(*scales, ulps=0)  # powers of two; the fp8 codes are the interpreter's
         assert read_index(ours["indexer_k_cache"], torch.tensor(OWNED)).any()
+
+
+# --- defects put back -------------------------------------------------------------------------------------------------
+
+KERNEL_PROBES = {"query-norm": kernel.query_rows, "k-rows": kernel.k_rows, None: kernel.owner_only_writes}
+
+
+def silent(case, control=False):
+    """The probes report their progress to it."""
+
+
+@pytest.mark.parametrize("defects", [(), ("query-norm",), ("k-rows",), ("query-norm", "k-rows")])
+@pytest.mark.parametrize("version", ["0.29.0", "0.30.0"])
+def test_the_kernels_probes_find_what_was_put_back_and_nothing_else(version, defects, unpacked):
+    with upstream_kernel(unpacked(version)) as upstream:
+        loaded = SimpleNamespace(fused_norm_rope=launcher(upstream))
+        for functions in put_back.hooks(defects, ("kernels",), ()).values():
+            for function in [*functions, *functions]:  # the attention module has it too: once is enough
+                function(loaded)
+        verdicts = {name: probe(loaded.fused_norm_rope, "cpu", silent)[0] for name, probe in KERNEL_PROBES.items()}
+    assert {name for name, verdict in verdicts.items() if verdict == "defect"} == set(defects)
+    assert set(verdicts.values()) <= {"ok", "defect"}
+
+
+@pytest.mark.parametrize("version", ["0.29.0", "0.30.0"])
+def test_the_layer_of_a_release_without_its_routing(version, unpacked):
+    """Made by a constructor, as in vLLM: the manager that it finds is the one whose collectives are gone."""
+    collaborators = routing.Collaborators()
+    with World(unpacked(version), routing.ATTENTION, collaborators.stand_ins()) as world:
+        loaded = routing.load_attention(world)
+        loaded.DeepseekV32Attention.__init__ = lambda layer, run: vars(layer).update(run._attributes(), use_pcp=False)
+        assert routed(loaded, collaborators).faults() == []
+        put_back.combine_routing_put_back(loaded)
+        run = routed(loaded, collaborators)
+    assert run.backend.query.shape[1] == routing.HEADS and run.manager.gathered is run.manager.combined is None
+
+
+def routed(loaded, collaborators):
+    """One decode step of a layer at DCP4."""
+    run = collaborators.run = routing.Run(dcp=4, tp=4)
+    attention = type("Dense", (loaded.DeepseekV32Attention,), {"_use_sparse_mha": lambda self, metadata: False})
+    attention(run).forward(torch.arange(routing.PADDED), torch.ones(routing.PADDED, 8))
+    return run

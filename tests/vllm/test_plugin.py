@@ -13,7 +13,7 @@ import torch
 from dcp_fix.equality import close, same_bytes
 from dcp_fix.kv_cache import new_index_cache, new_latent_cache
 from dcp_fix.norm_rope import IndexerInputs, fused_norm_rope
-from dcp_fix.vllm import launcher, plugin, repairs
+from dcp_fix.vllm import boot_log, launcher, plugin, put_back, repairs
 from dcp_fix.vllm.doctor import matrix, runner
 
 T, Q, TOPK = 5, 96, 40
@@ -457,3 +457,111 @@ def test_an_unknown_vllm_is_probed_once(vllm, monkeypatch, tmp_path):
     (root / "vllm/models/deepseek_v32/attention.py").write_text("# patched by hand\n")
     plugin.find_defects(root)
     assert len(probed) == 2
+
+
+# --- defects put back -------------------------------------------------------------------------------------------------
+
+
+def dense_outputs():
+    return dict(kv_c_out=torch.full((T, 512), 7.0), k_pe_out=torch.full((T, 64), 7.0), q_c_out=torch.full((T, Q), 7.0))
+
+
+@pytest.mark.parametrize(
+    ("defects", "lost"),
+    [
+        (("query-norm",), {"q_c_out"}),
+        (("k-rows",), {"kv_c_out", "k_pe_out"}),
+        (("query-norm", "k-rows"), {"q_c_out", "kv_c_out", "k_pe_out"}),
+    ],
+)
+def test_rows_of_other_owners_keep_their_memory_and_nothing_else_changes(defects, lost):
+    module = types.SimpleNamespace(fused_norm_rope=OURS)
+    for functions in put_back.hooks(defects, ("kernels",), ()).values():
+        for function in functions:
+            function(module)
+    a, b = call("fp8_ds_mla") | dense_outputs(), call("fp8_ds_mla") | dense_outputs()
+    OURS(**a)
+    positional = list(b.values())[:9]
+    assert module.fused_norm_rope(*positional, **dict(list(b.items())[9:])) is b["q_c_out"]
+    owned = torch.tensor(SLOTS) >= 0
+    for name in dense_outputs():
+        assert same_bytes(b[name][owned], a[name][owned])
+        assert (b[name][~owned] == 7.0).all() == (name in lost)
+    assert same_bytes(a["mla_kv_cache"], b["mla_kv_cache"]) and same_bytes(a["indexer_k_cache"], b["indexer_k_cache"])
+    assert torch.equal(a["topk_indices_buffer"], b["topk_indices_buffer"])
+    assert inspect.signature(module.fused_norm_rope) == inspect.signature(upstream)
+
+
+def test_a_query_that_the_launcher_allocates_holds_what_nobody_wrote(monkeypatch):
+    monkeypatch.setattr(put_back, "unwritten", lambda like: torch.full(like.shape, torch.nan))
+    q = put_back.forgetting(OURS, "q_c_out")(**call())
+    assert q.isnan().any(dim=1).tolist() == [slot < 0 for slot in SLOTS]
+    whole = put_back.forgetting(OURS, "q_c_out")(**call(slot_mapping=None, mla_kv_cache=None, indexer_k_cache=None))
+    assert not whole.isnan().any()  # a profiling run
+
+
+def test_a_defect_is_put_back_once():
+    once = put_back.forgetting(OURS, "q_c_out")
+    assert put_back.forgetting(once, "q_c_out") is once is not put_back.forgetting(once, "k_pe_out", "kv_c_out")
+    assert launcher.launcher(once) is once  # the repair of the attention module does not undo it
+
+
+@pytest.mark.parametrize("repaired", [False, True])
+@pytest.mark.parametrize("gathers", [False, True])
+def test_routing_put_back_wins_over_the_layer_and_over_the_repair(gathers, repaired):
+    class Made(Layer):
+        combines = True
+
+    Made.gathers = gathers
+    module = types.SimpleNamespace(DeepseekV32Attention=Made)
+    for function in (repairs.route_attention,) * repaired + (put_back.combine_routing_put_back,) * 2:
+        function(module)
+    layer = Made()
+    query = QUERY if gathers or repaired else torch.cat(QUERY, -1)
+    assert torch.equal(layer.forward(query), torch.full((3, 2, 512), 2.0))
+    assert layer.log == ["attend 2"]
+
+
+def test_pcp_and_one_rank_keep_their_routing():
+    class Made(Layer):
+        use_pcp = gathers = combines = True
+
+    put_back.combine_routing_put_back(types.SimpleNamespace(DeepseekV32Attention=Made))
+    layer = Made()
+    layer.forward(QUERY)
+    assert layer.log == ["gather", "attend 8", "combine 8"]
+    assert Made(dcp=1).dcp_manager is None
+
+
+@pytest.mark.parametrize("defects", [set(), {"k-rows", "combine-routing"}])
+def test_register_puts_back_what_the_variable_names(vllm, monkeypatch, caplog, defects):
+    vllm()
+    monkeypatch.setenv(put_back.VARIABLE, "combine-routing, query-norm")
+    monkeypatch.setattr(matrix, "recorded_defects", lambda root: defects)
+    with caplog.at_level(logging.INFO, "vllm.dcp_fix"):
+        plugin.register()
+        plugin.register()
+        attention = imported("vllm.models.deepseek_v32.attention")
+    assert attention.fused_norm_rope.put_back == ("q_c_out",)
+    assert attention.DeepseekV32Attention.__init__.is_put_back
+    assert hasattr(attention.fused_norm_rope, "is_dcp_fix") == bool(defects)
+    assert "answers will be wrong" in caplog.text
+    for name in ("query_norm", "combine_routing"):
+        said = {"plugin": [record.message.removeprefix("dcp_fix: ") for record in caplog.records]}
+        assert boot_log.not_as_asked(said, plugin=True, put_back=(name.replace("_", "-"),)) is None
+
+
+def test_the_switch_turns_putting_back_off_as_well(vllm, monkeypatch):
+    vllm()
+    monkeypatch.setenv(put_back.VARIABLE, "k-rows")
+    monkeypatch.setenv(plugin.SWITCH, "0")
+    plugin.register()
+    assert not hasattr(imported("vllm.models.deepseek_v32.attention").fused_norm_rope, "put_back")
+
+
+def test_a_defect_that_does_not_exist_is_no_put_back(vllm, monkeypatch):
+    vllm()
+    monkeypatch.setenv(put_back.VARIABLE, "k-rows,workspace")
+    monkeypatch.setattr(matrix, "recorded_defects", lambda root: set())
+    with pytest.raises(ValueError, match="'workspace' is no defect that can be put back"):
+        plugin.register()

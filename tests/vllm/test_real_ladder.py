@@ -200,15 +200,15 @@ def test_an_interrupt_and_a_killed_parent_leave_no_process(host, number, status)
     host.does("hang")
     script = (
         "from dcp_fix.vllm import preflight, real_ladder\n"
-        "from tests.vllm.test_real_ladder import SMALL\n"
+        "from tests.vllm.test_real_ladder import NCCL, SMALL\n"
         "from dataclasses import replace\n"
-        "preflight.gpu_count, preflight.ask_wrapper = lambda: 8, lambda: None\n"
+        "preflight.gpu_count, preflight.ask_wrapper = lambda: 8, lambda: NCCL\n"
         f"raise SystemExit(real_ladder.main(replace(SMALL, rungs=('dcp1', 'installed')), {str(host.json)!r} and "
         f"__import__('pathlib').Path({str(host.json)!r})))\n"
     )
     parent = subprocess.Popen([sys.executable, "-c", script], cwd=ROOT, stderr=subprocess.PIPE, text=True)
     log = host.path / "r-logs/as-installed.log"
-    wait_for(lambda: log.exists() and "hanging" in log.read_text())
+    wait_for(lambda: log.exists() and "hanging" in log.read_text(), parent)
     children = [pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if parent_of(pid) == parent.pid]
     assert children
     parent.send_signal(number)
@@ -218,10 +218,11 @@ def test_an_interrupt_and_a_killed_parent_leave_no_process(host, number, status)
     assert list(counts(results(host))) == [REFERENCE]  # what was there before is kept
 
 
-def wait_for(condition, limit=60.0):
+def wait_for(condition, process=None, limit=60.0):
     deadline = time.monotonic() + limit
     while not condition():
         assert time.monotonic() < deadline
+        assert process is None or process.poll() is None, process.communicate()[1]
         time.sleep(0.05)
 
 
