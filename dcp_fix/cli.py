@@ -95,11 +95,11 @@ def reproduce(
     given = {"model": model, "put_back": put_back, "rungs": rungs, "one_batch": one_batch, "cuda_graphs": cuda_graphs}
     given |= {"pcp": pcp, "llm": llm, "timeout": timeout, "logs": logs, "resume": resume}
     if engine == "vllm":
-        from dcp_fix.vllm.real_ladder import from_options
+        from dcp_fix.vllm import real_ladder
 
         refuse({"stale": stale != "previous", "device": device != "cpu"}, "have no meaning with --engine vllm")
         shared = {"tp": tp, "dcp": dcp, "checkpoint": checkpoint, "prompts": prompts, "classes": classes}
-        raise typer.Exit(from_options(json_path=json, **shared, **given))
+        raise typer.Exit(real_ladder.from_options(json_path=json, **shared, **given))
     refuse(given, "need --engine vllm")
     from dcp_fix.evidence import ladder
 
