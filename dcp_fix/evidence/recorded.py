@@ -145,10 +145,16 @@ def healthy_answers(record: dict) -> list[Recorded]:
     found = []
     for run in ladders(record):
         for row in (row for row in run["rows"] if row["rung"] in (ladder.REFERENCE, ladder.LAST)):
-            found += [
-                Recorded(row["prompt_class"], number, answer["tokens"], answer["sha256"])
-                for number, answer in enumerate(row["answers"])
-            ]
+            found += recorded_answers(row)
+    for run in real_ladders(record):
+        for row in (row for row in run["rows"] if row["rung"] == ladder.REFERENCE):
+            found += recorded_answers(row)
     for run in verifications(record):
         found += [Recorded(row["prompt_class"], row["number"], row["tokens"], row["sha256"]) for row in run["rows"]]
     return found
+
+
+def recorded_answers(row: dict) -> list[Recorded]:
+    """The answers of one row of a ladder, numbered as their prompts."""
+    numbered = enumerate(row["answers"])
+    return [Recorded(row["prompt_class"], number, a["tokens"], a["sha256"]) for number, a in numbered]

@@ -100,6 +100,59 @@ def test_a_dense_prompt_that_survives_unwritten_keys_is_lucky():
     assert 0.06 <= min(leads) < 0.07 and min(healthy) >= 6.9
 
 
+REAL = [name for name in RECORDS if name.startswith("h200x2_vllm")]
+
+
+def real_rows(name):
+    """{(rung, class, all at once): row} of a ladder in real vLLM."""
+    (run,) = recorded.real_ladders(RECORDS[name])
+    return {(row["rung"], row["prompt_class"], row["batch"]): row for row in run["rows"]}
+
+
+@pytest.mark.parametrize("name", REAL)
+def test_real_vllm_at_dcp1_gives_the_tokens_of_our_engine_on_a_cpu(name):
+    """README: 60 of 60 prompts, one by one and all at once."""
+    ours = [answer for answer in recorded.healthy_answers(RECORDS["reproduce20_previous"])]
+    tokens = {(answer.prompt_class, answer.number): answer.tokens for answer in ours}
+    theirs = [row for (rung, _, _), row in real_rows(name).items() if rung == "DCP1"]
+    assert len(theirs) == 6
+    for row in theirs:
+        assert [a["tokens"] for a in row["answers"]] == [tokens[row["prompt_class"], n] for n in range(20)]
+
+
+@pytest.mark.parametrize("name", ["h200x2_vllm0290", "h200x2_vllm0290_graphs"])
+def test_029_is_wrong_as_installed_on_the_dense_path_alone_and_right_with_the_plugin(name):
+    """README and page 08: 0.29.0 at DCP2, eager and compiled with CUDA graphs."""
+    rows = real_rows(name)
+    cured = {"with the plugin", "forced MQA"} & {rung for rung, _, _ in rows}
+    assert "with the plugin" in cured
+    for (rung, prompt_class, batch), row in rows.items():
+        wrong = rung == "as installed" and prompt_class == "512"
+        assert (row["equal"] < 20) is wrong, (rung, prompt_class, batch)
+        assert not row["failure"] and (rung not in cured or row["nan"] == 0)
+    assert any(answer["nan"] for answer in rows["as installed", "512", True]["answers"])
+
+
+@pytest.mark.parametrize("name", ["h200x2_vllm0300", "h200x2_vllm0300_graphs"])
+def test_030_is_healthy_as_installed(name):
+    rows = real_rows(name)
+    assert {row["equal"] for row in rows.values()} == {20} and {rung for rung, _, _ in rows} == {"DCP1", "as installed"}
+
+
+@pytest.mark.parametrize("name", ["h200x2_vllm0290_put_back", "h200x2_vllm0300_put_back"])
+def test_defects_put_back_into_real_vllm_break_it_as_they_did(name):
+    """Query norm and routing break every answer; K rows those of the dense path alone."""
+    for (rung, prompt_class, _), row in real_rows(name).items():
+        if rung in ("unpatched", "+query norm"):
+            assert row["equal"] == 0
+        elif rung == "+combine routing":
+            assert (row["equal"] < 20) is (prompt_class == "512")
+    unpatched = real_rows(name)["unpatched", "1536", False]
+    assert all(answer["nan"] for answer in unpatched["answers"])  # query rows that hold anything
+    fluent = real_rows(name)["+query norm", "1536", False]
+    assert not any(answer["nan"] for answer in fluent["answers"])
+
+
 def test_the_list_of_records_shows_every_record():
     sections = recorded.markdown(ROOT / "notebooks/records")
     assert f"-->\n{sections}<!-- end of records -->" in (ROOT / "notebooks/records/README.md").read_text()
