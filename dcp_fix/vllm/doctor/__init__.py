@@ -4,7 +4,8 @@
     runner.py     one child process per target, with a time limit            nothing of it is executed
     child.py      the child: loads parts of the target, runs the probes      *executes the target's code*
     world.py      how single modules run without importing vLLM
-    probes/       the eight probes
+    probes/       what is asked of a target, one module per part of it
+    serve_*.py    a `vllm serve` command, read as the target's own parser would    nothing of it is executed
     report.py     the command: table, JSON, exit status
     matrix.py     the recorded report over all releases
 

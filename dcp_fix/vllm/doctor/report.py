@@ -87,9 +87,9 @@ def write_json(path: Path, text: str):
 def main(targets, *, releases=(), with_plugin=False, serve_args=None, json: str | None = None) -> int:
     """Examine every target in turn; returns the exit status."""
     if serve_args is not None:
-        from dcp_fix.vllm.doctor.probes.configuration import parse
+        from dcp_fix.vllm.doctor.probes.arguments import checked
 
-        parse(serve_args)  # a mistake in them is the caller's, and is said before any probe runs
+        checked(serve_args)  # a mistake in them is the caller's, and is said before any probe runs
     jobs = [*((t, None) for t in targets), *((None, r) for r in releases)] or [(None, None)]
     console, errors, reports = Console(soft_wrap=False), Console(stderr=True), []
     for spec, release in jobs:

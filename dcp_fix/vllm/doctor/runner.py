@@ -68,9 +68,10 @@ def configuration(target: Target, serve_args) -> dict:
     """The one probe that runs nothing of the target, so it needs no child."""
     if serve_args is None:
         return {"configuration": ("not-run", 'needs the arguments of `vllm serve`: --serve-args "..."')}
-    from dcp_fix.vllm.doctor.probes.configuration import configuration, parse
+    from dcp_fix.vllm.doctor.probes.arguments import checked
+    from dcp_fix.vllm.doctor.probes.configuration import configuration
 
-    return {"configuration": configuration(parse(serve_args), target.root)}
+    return {"configuration": configuration(checked(serve_args), target.root)}
 
 
 def blame(left: list[Probe], last: dict | None, end: str) -> dict:
