@@ -213,8 +213,6 @@ def doctor(
     """
     from dcp_fix.vllm.doctor import report
 
-    if json not in (None, "-"):
-        in_a_folder(Path(json))
     paths = [str(target) for target in targets or ()]
     raise typer.Exit(
         report.main(paths, releases=release or (), with_plugin=with_plugin, serve_args=serve_args, json=json)

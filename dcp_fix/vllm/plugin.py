@@ -62,8 +62,9 @@ def find_defects(root: Path) -> set[str]:
 def probed_defects(root: Path, digests: dict) -> set[str]:
     """As the doctor finds them now, or found them for the same files before."""
     from dcp_fix import __version__
+    from dcp_fix.vllm.doctor.release import cache_folder
     from dcp_fix.vllm.doctor.runner import probe_target
-    from dcp_fix.vllm.doctor.target import Target, cache_folder
+    from dcp_fix.vllm.doctor.target import Target
 
     key = hashlib.sha256(json.dumps([__version__, digests], sort_keys=True).encode()).hexdigest()
     cached = cache_folder() / "probed" / f"{key}.json"

@@ -1,8 +1,9 @@
 """The child process: loads the target's code, runs the probes that it is told to, and reports line by line.
 
-    python -P -m dcp_fix.vllm.doctor.child FD REQUEST
+    python -P -m dcp_fix.vllm.doctor.child LIFELINE FD REQUEST
 
-REQUEST is JSON: {"root", "version", "probes": [ids], "fixes": [ids the plugin is to repair], "environment": {VLLM_*}}.
+Started as two processes: one does the work, the other ends it and all that it started (leash.py). REQUEST is JSON:
+{"root", "version", "probes": [ids], "fixes": [ids the plugin is to repair], "environment": {VLLM_*}}.
 Each line written to file descriptor FD is JSON: {"begin": id, "case": text, "control": bool} before anything that could
 hang or crash, {"id", "verdict", "evidence"} for each probe that ended, {"end": true} last. The target's own output goes
 nowhere.
@@ -172,4 +173,7 @@ RUN = {
 }
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), json.loads(sys.argv[2]))
+    from dcp_fix.vllm.doctor.leash import leashed
+
+    told = int(sys.argv[2]), json.loads(sys.argv[3])
+    leashed(int(sys.argv[1]), told[0], lambda: main(*told))

@@ -18,9 +18,11 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
+from dcp_fix.vllm.doctor.opening import opened
 from dcp_fix.vllm.doctor.probes import PROBES
 from dcp_fix.vllm.doctor.probes.recorded import RECORDED, workspace_verdict
-from dcp_fix.vllm.doctor.target import TargetError, fetch_release, opened
+from dcp_fix.vllm.doctor.release import fetch_release
+from dcp_fix.vllm.doctor.target import TargetError
 
 MATRIX = Path(__file__).parent / "release_matrix.json"
 FIRST = (0, 26, 0)
@@ -77,7 +79,7 @@ def record():
     import torch
     import triton
 
-    from dcp_fix.vllm.doctor.report import write_json
+    from dcp_fix.evidence.records import write_json
 
     versions = dict(python=platform.python_version(), torch=torch.__version__, triton=triton.__version__)
     result = {"command": "python -m dcp_fix.vllm.doctor.matrix", "versions": versions}
@@ -91,7 +93,7 @@ def record():
         result["releases"] = {release["version"]: workspace_of(release) for release in entries}
     else:
         result["releases"] = entries
-    write_json(path, json.dumps(result, indent=1) + "\n")
+    write_json(path, result)
 
 
 def workspace_of(release: dict) -> dict:
