@@ -24,6 +24,7 @@ import tempfile
 from pathlib import Path
 
 from dcp_fix.vllm import put_back
+from dcp_fix.vllm.doctor.reach import reach
 from dcp_fix.vllm.launcher import logger
 from dcp_fix.vllm.repairs import KERNEL_DEFECTS, REPAIRED, guard_communicator, replace_launcher, route_attention
 
@@ -53,7 +54,8 @@ def look_and_repair() -> None:
     if spec is None or not spec.submodule_search_locations:
         logger.warning("dcp_fix: there is no vllm to import, nothing is repaired")
         return
-    defects = find_defects(Path(list(spec.submodule_search_locations)[0]).parent)
+    root = Path(list(spec.submodule_search_locations)[0]).parent
+    defects = find_defects(root)
     repairs, asked = repairs_for(defects), put_back.parse(os.environ.get(put_back.VARIABLE, ""))
     if asked:
         logger.warning("dcp_fix: %s put back when the module is imported: answers will be wrong", ", ".join(asked))
@@ -61,7 +63,8 @@ def look_and_repair() -> None:
         logger.info("dcp_fix: this vLLM needs none of the plugin's repairs, nothing is changed")
         return
     if repairs:
-        logger.info("dcp_fix: this vLLM has %s; repaired when the module is imported", ", ".join(sorted(defects)))
+        named = ", ".join(sorted(defects & REPAIRED))
+        logger.info("dcp_fix: this vLLM has %s (%s); repaired when the module is imported", named, reach(root).how)
     install(with_hooks(repairs, put_back.hooks(asked, KERNELS, ATTENTION)))
 
 

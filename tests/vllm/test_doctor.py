@@ -283,11 +283,12 @@ def test_the_highest_status_of_all_targets_counts(tmp_path, capsys):
     assert "error: " in captured.err and "absent" in captured.err
     assert "owner-only-writes" in captured.out and "defect" in captured.out
     (only,) = json.loads(out.read_text())
-    assert list(only) == ["target", "version", "notes", "probes"]
+    assert list(only) == ["target", "version", "reach", "notes", "probes"]
     assert set(only["probes"][0]) == {"id", "verdict", "evidence", "reference", "remedy"}
 
 
 def test_the_probes_have_the_promised_ids_in_the_promised_order():
     assert [probe.id for probe in PROBES] == (
-        "query-rows combine-routing k-rows owner-only-writes split-workspace empty-rows silent-collective configuration"
+        "query-rows combine-routing k-rows owner-only-writes split-workspace empty-rows silent-collective "
+        "flashinfer-workspace direct-a2a-layout configuration"
     ).split()

@@ -162,6 +162,23 @@ def silent_collective(session, progress):
         return collective.silent_collective(modules, session.environment, progress)
 
 
+def flashinfer_workspace(session, progress):
+    """Ask the target's FlashInfer backend how much workspace it would give its kernel."""
+    from dcp_fix.vllm.doctor.probes import flashinfer
+
+    with session.world(flashinfer.REAL, flashinfer.STAND_INS) as world:
+        return flashinfer.flashinfer_workspace(world, progress)
+
+
+def direct_a2a_layout(session, progress):
+    """Ask the target's DCP manager where it sends a strided partial output."""
+    from dcp_fix.vllm.doctor.probes import dcp_layout
+    from dcp_fix.vllm.doctor.probes.launch import HELPERS
+
+    with session.world(HELPERS) as world:
+        return dcp_layout.direct_a2a_layout(dcp_layout.load_manager(world), progress)
+
+
 RUN = {
     "query-rows": on_kernel("query_rows"),
     "combine-routing": combine_routing,
@@ -170,6 +187,8 @@ RUN = {
     "split-workspace": split_workspace,
     "empty-rows": empty_rows,
     "silent-collective": silent_collective,
+    "flashinfer-workspace": flashinfer_workspace,
+    "direct-a2a-layout": direct_a2a_layout,
 }
 
 if __name__ == "__main__":

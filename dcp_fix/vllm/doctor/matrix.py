@@ -21,6 +21,7 @@ from pathlib import Path
 from dcp_fix.vllm.doctor.opening import opened
 from dcp_fix.vllm.doctor.probes import PROBES
 from dcp_fix.vllm.doctor.probes.recorded import RECORDED, workspace_verdict
+from dcp_fix.vllm.doctor.reach import reach
 from dcp_fix.vllm.doctor.release import fetch_release
 from dcp_fix.vllm.doctor.target import TargetError
 
@@ -69,9 +70,10 @@ def entry(version: str) -> dict:
     if report.error:
         raise TargetError(report.error)
     with opened(str(fetch_release(version))) as target:
-        files = digests(target.root)
+        files, who = digests(target.root), reach(target.root)
     probes = [asdict(probe) for probe in report.probes]
-    return {"target": report.target, "version": report.version, "probes": probes, "files": files}
+    reached = {"default": who.default, "short": who.short, "how": who.how}
+    return {"target": report.target, "version": report.version, "reach": reached, "probes": probes, "files": files}
 
 
 def record():
@@ -120,13 +122,17 @@ def recorded_defects(root: Path) -> set[str] | None:
 
 
 def markdown() -> str:
-    """A row per release, a column per probe; the workspace is what was recorded on a GPU."""
+    """A row per release, a column per probe; the workspace is what was recorded on a GPU.
+
+    The second column says who runs the module that the probes of the kernel and of the attention layer look at.
+    """
     ids = [probe.id for probe in PROBES if probe.needs != "serve-args"]
-    lines = [f"| vLLM | {' | '.join(ids)} |", "|" + " --- |" * (len(ids) + 1)]
+    lines = [f"| vLLM | module reached | {' | '.join(ids)} |", "|" + " --- |" * (len(ids) + 2)]
     for release in load()["releases"]:
         verdicts = {probe["id"]: probe["verdict"] for probe in release["probes"]}
         verdicts["split-workspace"] = workspace_verdict(release["version"])
-        lines.append(f"| {release['version']} | {' | '.join(SYMBOLS[verdicts[name]] for name in ids)} |")
+        cells = [release["version"], release["reach"]["short"], *(SYMBOLS[verdicts[name]] for name in ids)]
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 

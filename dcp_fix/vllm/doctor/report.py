@@ -22,6 +22,7 @@ from rich.text import Text
 from dcp_fix.errors import UserError
 from dcp_fix.vllm.doctor.opening import opened
 from dcp_fix.vllm.doctor.probes import PROBES
+from dcp_fix.vllm.doctor.reach import PROBED, reach
 from dcp_fix.vllm.doctor.release import fetch_release
 from dcp_fix.vllm.doctor.runner import Finding, finding, probe_target
 from dcp_fix.vllm.doctor.target import TargetError
@@ -40,10 +41,12 @@ class Report:
     probes: list[Finding]
     error: str | None = None
     notes: tuple[str, ...] = ()
+    reach: str | None = None
 
     def as_json(self) -> dict:
         probes = [asdict(probe) for probe in self.probes]
-        return {"target": self.target, "version": self.version, "notes": list(self.notes), "probes": probes}
+        head = {"target": self.target, "version": self.version, "reach": self.reach, "notes": list(self.notes)}
+        return {**head, "probes": probes}
 
     def status(self) -> int:
         by_itself = {probe.id for probe in PROBES if not probe.needs}
@@ -57,6 +60,7 @@ def examine(spec: str | None, *, release: str | None = None, with_plugin: bool =
     name = f"vllm=={release}" if release else spec or "installed"
     try:
         with opened(str(fetch_release(release)) if release else spec) as target:
+            who = reach(target.root).how
             findings, notes = probe_target(target, serve_args=serve_args), [target.note] if target.note else []
             if with_plugin:
                 fixes = [f.id for f in findings if f.verdict == "defect" and f.id in REPAIRED]
@@ -64,7 +68,7 @@ def examine(spec: str | None, *, release: str | None = None, with_plugin: bool =
                 notes.append(
                     f"with the plugin, which repairs: {', '.join(fixes)}" if fixes else "the plugin does nothing"
                 )
-            return Report(name if release else target.name, target.version, findings, notes=tuple(notes))
+            return Report(name if release else target.name, target.version, findings, notes=tuple(notes), reach=who)
     except TargetError as error:
         return Report(printable(name), None, [finding(p, "not-run", str(error)) for p in PROBES], error=str(error))
 
@@ -85,6 +89,9 @@ def print_table(console: Console, report: Report):
     for probe in report.probes:
         if probe.verdict == "defect":
             console.print(f"{probe.id}: {probe.remedy} ({probe.reference})", highlight=False, markup=False)
+    looked_at = {probe.id for probe in PROBES if probe.code in PROBED}
+    if report.reach and any(f.verdict == "defect" and f.id in looked_at for f in report.probes):
+        console.print(f"who is affected: {report.reach}", highlight=False, markup=False)
     console.print()
 
 
