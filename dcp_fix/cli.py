@@ -221,8 +221,19 @@ def doctor(
 
 @app.command()
 def compare(
-    a: Annotated[str, typer.Option("--a", help="An OpenAI-compatible endpoint, such as http://localhost:8001.")],
-    b: Annotated[str, typer.Option("--b", help="Another one, serving the same model.")],
+    a: Annotated[
+        str, typer.Option("--a", help="An OpenAI-compatible endpoint, such as http://localhost:8001, or saved answers.")
+    ],
+    b: Annotated[str | None, typer.Option("--b", help="Another one, serving the same model.")] = None,
+    save: Annotated[
+        Path | None,
+        typer.Option(
+            dir_okay=False, callback=in_a_folder, help="Instead of --b: keep the answers of --a in this file."
+        ),
+    ] = None,
+    pairs: Annotated[
+        int | None, typer.Option(min=5, max=1000, help="This many prompts, and a test against the servers' own noise.")
+    ] = None,
     json: Annotated[
         Path | None,
         typer.Option(
@@ -233,11 +244,13 @@ def compare(
 ) -> None:
     """Ask two serving endpoints the same three prompts, greedily, and compare the answers byte for byte.
 
-    Exit status: 0 equal, 1 different, 2 they cannot be compared.
+    One server at a time: --a URL --save dcp1.json, then --a dcp1.json --b URL.
+
+    Exit status: 0 equal, or with --pairs no more than noise; 1 different; 2 they cannot be compared.
     """
     from dcp_fix.vllm import compare as comparison
 
-    raise typer.Exit(comparison.main(a, b, json=json, timeout=timeout))
+    raise typer.Exit(comparison.main(a, b, json=json, timeout=timeout, save_to=save, pairs=pairs))
 
 
 @app.command()

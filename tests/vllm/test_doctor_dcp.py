@@ -1,4 +1,4 @@
-"""Who reaches the defective module, FlashInfer's workspace, the direct all-to-all: small look-alikes, right and wrong."""
+"""Who reaches the defective module, FlashInfer's workspace, the direct all-to-all: look-alikes, right and wrong."""
 
 from types import SimpleNamespace
 
