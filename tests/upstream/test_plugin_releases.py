@@ -17,7 +17,8 @@ from dcp_fix.vllm import put_back
 from dcp_fix.vllm.doctor.probes import kernel, routing
 from dcp_fix.vllm.doctor.probes.launch import KERNELS, load_kernel
 from dcp_fix.vllm.doctor.report import examine
-from dcp_fix.vllm.doctor.world import World, module
+from dcp_fix.vllm.doctor.stand_ins import module
+from dcp_fix.vllm.doctor.world import World
 from dcp_fix.vllm.launcher import launcher
 
 T, Q = 6, 192

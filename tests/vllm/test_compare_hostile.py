@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from dcp_fix.errors import UserError
-from dcp_fix.vllm import address, compare, endpoint
+from dcp_fix.vllm import address, compare, compare_ask, endpoint
 from dcp_fix.vllm.endpoint import Endpoint
 from tests.serve import openai, serving
 from tests.vllm.test_compare import SHORT, closed_port, edited, refused, run, status, stub
@@ -21,8 +21,8 @@ PROXIES = ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY", "SSL_CERT_FILE"
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
     """Short prompts, short waits, and no proxy but a test's own."""
-    monkeypatch.setattr(compare, "CLASSES", SHORT)
-    monkeypatch.setattr(compare, "NEW_TOKENS", 12)
+    monkeypatch.setattr(compare_ask, "CLASSES", SHORT)
+    monkeypatch.setattr(compare_ask, "NEW_TOKENS", 12)
     monkeypatch.setattr(endpoint, "WAITS", (0.01, 0.02, 0.03))
     for name in PROXIES:
         monkeypatch.delenv(name, raising=False)

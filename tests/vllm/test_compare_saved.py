@@ -9,7 +9,7 @@ import pytest
 
 from dcp_fix.errors import UserError
 from dcp_fix.tiny import corpus
-from dcp_fix.vllm import compare, compare_pairs, endpoint
+from dcp_fix.vllm import compare_ask, compare_pairs, endpoint
 from dcp_fix.vllm.compare_saved import Saved
 from tests.serve import openai, serving
 from tests.vllm.test_compare import SHORT, edited, status, stub
@@ -20,8 +20,8 @@ pytestmark = pytest.mark.timeout(120)
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
     """Short prompts and short waits."""
-    monkeypatch.setattr(compare, "CLASSES", SHORT)
-    monkeypatch.setattr(compare, "NEW_TOKENS", 12)
+    monkeypatch.setattr(compare_ask, "CLASSES", SHORT)
+    monkeypatch.setattr(compare_ask, "NEW_TOKENS", 12)
     monkeypatch.setattr(endpoint, "WAITS", (0.01,))
 
 
@@ -88,7 +88,7 @@ def test_another_model_another_tokenizer_and_other_prompts_are_refused(kept, mon
         answer["usage"]["prompt_tokens"] += 1
 
     assert "wrong model" in refusal(monkeypatch, capsys, path, edited(longer))
-    monkeypatch.setattr(compare, "MARGIN", compare.MARGIN + 1)
+    monkeypatch.setattr(compare_ask, "MARGIN", compare_ask.MARGIN + 1)
     assert "its prompt 128+96 is another one; save the answers anew" in refusal(monkeypatch, capsys, path)
 
 
@@ -97,7 +97,7 @@ def test_other_sampling_and_another_number_of_pairs_are_refused_before_anything_
     assert "saved without --pairs, and this comparison is --pairs 5" in refusal(
         monkeypatch, capsys, path, None, "--pairs", 5
     )
-    monkeypatch.setattr(compare, "NEW_TOKENS", 13)
+    monkeypatch.setattr(compare_ask, "NEW_TOKENS", 13)
     assert "asked with other sampling" in refusal(monkeypatch, capsys, path)
 
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from dcp_fix.vllm.doctor import matrix
+from dcp_fix.vllm.doctor.attempt import NotRun
 from dcp_fix.vllm.doctor.probes import PROBES, VERDICTS, recorded
 from dcp_fix.vllm.doctor.reach import PROBED
 
@@ -100,3 +101,11 @@ def test_the_readme_shows_the_recorded_matrix_and_says_that_code_is_executed():
     readme = (Path(__file__).parents[2] / "README.md").read_text()
     assert matrix.markdown() in readme
     assert "A probe executes the target's code" in readme
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"releases": {"0.30.0": {}}}', '{"releases": {"0.30.0": 3}}'])
+def test_a_damaged_file_of_ours_is_named_and_not_blamed_on_the_target(monkeypatch, tmp_path, text):
+    (tmp_path / "recorded_workspace.json").write_text(text)
+    monkeypatch.setattr(recorded, "RECORDED", tmp_path / "recorded_workspace.json")
+    with pytest.raises(NotRun, match="dcp_fix's own recorded_workspace.json is damaged"):
+        recorded.workspace_sentence("0.30.0")

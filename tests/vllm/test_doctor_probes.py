@@ -8,8 +8,10 @@ import pytest
 import torch
 
 from dcp_fix.vllm.doctor.attempt import NotRun
-from dcp_fix.vllm.doctor.probes import collective, merge, nccl, routing
-from dcp_fix.vllm.doctor.world import Missing, StandInReached, World, poison, unwritten_memory_is_nan
+from dcp_fix.vllm.doctor.probes import collective, layer, merge, nccl, routing
+from dcp_fix.vllm.doctor.stand_ins import Missing, StandInReached
+from dcp_fix.vllm.doctor.unwritten import poison, unwritten_memory_is_nan
+from dcp_fix.vllm.doctor.world import World
 
 
 def silent(*args, **kwargs):
@@ -209,8 +211,8 @@ def attention(gathers=True, combines=True):
     return SimpleNamespace(DeepseekV32Attention=DeepseekV32Attention)
 
 
-def self_rows(layer):
-    return routing.TOKENS
+def self_rows(attention_layer):
+    return layer.TOKENS
 
 
 @pytest.mark.parametrize(
@@ -222,19 +224,19 @@ def self_rows(layer):
     ],
 )
 def test_a_layer_that_leaves_out_a_step_is_named_for_it(gathers, combines, says):
-    verdict, evidence = routing.combine_routing(attention(gathers, combines), routing.Collaborators(), silent)
+    verdict, evidence = routing.combine_routing(attention(gathers, combines), layer.Collaborators(), silent)
     assert verdict == "defect" and says in evidence
 
 
 def test_a_layer_that_does_both_is_ok_and_a_new_one_is_not_judged():
-    verdict, evidence = routing.combine_routing(attention(), routing.Collaborators(), silent)
+    verdict, evidence = routing.combine_routing(attention(), layer.Collaborators(), silent)
     assert verdict == "ok" and "does not know PCP" in evidence
     with pytest.raises(NotRun, match="no longer defines"):
-        routing.combine_routing(SimpleNamespace(), routing.Collaborators(), silent)
+        routing.combine_routing(SimpleNamespace(), layer.Collaborators(), silent)
     newer = attention()
     newer.DeepseekV32Attention.forward = lambda self, positions, hidden: self.plan.run()
     with pytest.raises(NotRun, match="plan"):
-        routing.combine_routing(newer, routing.Collaborators(), silent)
+        routing.combine_routing(newer, layer.Collaborators(), silent)
 
 
 # --- the world --------------------------------------------------------------------------------------------------------

@@ -24,7 +24,7 @@ def main(channel: int, request: dict):
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cpu":
         os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is decorated, so before any target module
-    from dcp_fix.vllm.doctor.world import complete_interpreter
+    from dcp_fix.vllm.doctor.stand_ins import complete_interpreter
 
     if device == "cpu":
         complete_interpreter()
@@ -112,8 +112,9 @@ def combine_routing(session, progress):
     """Load the attention layer among recording collaborators, route it if asked, and watch it."""
     from dcp_fix.vllm.doctor.probes import routing
     from dcp_fix.vllm.doctor.probes.launch import HELPERS
+    from dcp_fix.vllm.doctor.probes.layer import Collaborators
 
-    collaborators = routing.Collaborators()
+    collaborators = Collaborators()
     with session.world((*routing.ATTENTION, *HELPERS), collaborators.stand_ins()) as world:
         attention = routing.load_attention(world)
         if "combine-routing" in session.fixes:

@@ -15,7 +15,9 @@ import torch
 
 from dcp_fix.vllm.doctor.attempt import NotRun, attempt, one_line
 from dcp_fix.vllm.doctor.probes import nccl
-from dcp_fix.vllm.doctor.world import World, module, unwritten_memory_is_nan
+from dcp_fix.vllm.doctor.stand_ins import module
+from dcp_fix.vllm.doctor.unwritten import unwritten_memory_is_nan
+from dcp_fix.vllm.doctor.world import World
 
 FOLDER = "vllm.distributed.device_communicators"
 REAL = tuple(

@@ -13,7 +13,8 @@ import torch
 
 from dcp_fix.vllm.doctor.attempt import NotRun, attempt, one_line
 from dcp_fix.vllm.doctor.probes.rules import attribute
-from dcp_fix.vllm.doctor.world import World, module
+from dcp_fix.vllm.doctor.stand_ins import module
+from dcp_fix.vllm.doctor.world import World
 
 MODULE = "vllm.v1.attention.backends.mla.flashinfer_mla_sparse"
 REAL = (MODULE, "vllm.v1.attention.backend", "vllm.envs")
