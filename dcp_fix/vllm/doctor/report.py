@@ -95,7 +95,7 @@ def print_table(console: Console, report: Report):
     console.print()
 
 
-def write(content: list, json: str) -> None:
+def write(content, json: str) -> None:
     """To the file `json`; `-` is standard output. Raises UserError where that cannot be."""
     text = jsonlib.dumps(content, indent=2) + "\n"
     try:
