@@ -203,6 +203,12 @@ def doctor(
     release: Annotated[list[str] | None, typer.Option(help="A release on PyPI, such as 0.29.0 (repeatable).")] = None,
     with_plugin: Annotated[bool, typer.Option("--with-plugin", help="Probe again with the plugin applied.")] = False,
     serve_args: Annotated[str | None, typer.Option(help="Arguments of `vllm serve` to check, as one string.")] = None,
+    symptom: Annotated[
+        bool, typer.Option("--symptom", help="Ask what you see, and name the probes that can tell, or another cause.")
+    ] = False,
+    answers: Annotated[
+        str | None, typer.Option(help="Answers for --symptom, as looks=nan,dcp1=no or as JSON; then nothing is asked.")
+    ] = None,
     json: Annotated[str | None, typer.Option(help="Write JSON to this file; - is standard output.")] = None,
 ) -> None:
     """Say which of the defects a vLLM has, by running its own code in a child process. No GPU needed.
@@ -213,9 +219,11 @@ def doctor(
     """
     from dcp_fix.vllm.doctor import report
 
-    if json not in (None, "-"):
-        in_a_folder(Path(json))
     paths = [str(target) for target in targets or ()]
+    if symptom or answers is not None:
+        from dcp_fix.vllm.doctor import symptom_report
+
+        raise typer.Exit(symptom_report.main(paths, releases=release or (), answers=answers, json=json))
     raise typer.Exit(
         report.main(paths, releases=release or (), with_plugin=with_plugin, serve_args=serve_args, json=json)
     )
@@ -223,8 +231,19 @@ def doctor(
 
 @app.command()
 def compare(
-    a: Annotated[str, typer.Option("--a", help="An OpenAI-compatible endpoint, such as http://localhost:8001.")],
-    b: Annotated[str, typer.Option("--b", help="Another one, serving the same model.")],
+    a: Annotated[
+        str, typer.Option("--a", help="An OpenAI-compatible endpoint, such as http://localhost:8001, or saved answers.")
+    ],
+    b: Annotated[str | None, typer.Option("--b", help="Another one, serving the same model.")] = None,
+    save: Annotated[
+        Path | None,
+        typer.Option(
+            dir_okay=False, callback=in_a_folder, help="Instead of --b: keep the answers of --a in this file."
+        ),
+    ] = None,
+    pairs: Annotated[
+        int | None, typer.Option(min=5, max=1000, help="This many prompts, and a test against the servers' own noise.")
+    ] = None,
     json: Annotated[
         Path | None,
         typer.Option(
@@ -235,11 +254,13 @@ def compare(
 ) -> None:
     """Ask two serving endpoints the same three prompts, greedily, and compare the answers byte for byte.
 
-    Exit status: 0 equal, 1 different, 2 they cannot be compared.
+    One server at a time: --a URL --save dcp1.json, then --a dcp1.json --b URL.
+
+    Exit status: 0 equal, or with --pairs no more than noise; 1 different; 2 they cannot be compared.
     """
     from dcp_fix.vllm import compare as comparison
 
-    raise typer.Exit(comparison.main(a, b, json=json, timeout=timeout))
+    raise typer.Exit(comparison.main(a, b, json=json, timeout=timeout, save_to=save, pairs=pairs))
 
 
 @app.command()

@@ -108,7 +108,9 @@ def openai(answer, models=(MODEL,)):
 def completion(body, ids, generation):
     """The JSON of one generation."""
     tokens = generation.tokens
-    choice = {"index": 0, "text": " " + corpus.decode([i for i in tokens if i != corpus.END])}
+    reason = "stop" if tokens and tokens[-1] == corpus.END else "length"
+    text = " " + corpus.decode([i for i in tokens if i != corpus.END])
+    choice = {"index": 0, "text": text, "finish_reason": reason}
     if body.get("return_token_ids"):
         choice |= {"token_ids": tokens, "prompt_token_ids": ids}
     if body.get("logprobs") is not None:

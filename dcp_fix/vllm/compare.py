@@ -19,41 +19,44 @@ A and B are GLM-5.2 on four H200 each, such as the two halves of one host (upstr
         --enable-prefix-caching --enable-prompt-tokens-details
     dcp-fix compare --a http://localhost:8001 --b http://localhost:8002
 
-`--dcp-comm-backend ag_rs` is for Hopper: 0.30.0 picks `a2a`, which FLASHMLA_SPARSE refuses. No speculative decoding, no
-other traffic: both change what is computed together. `--enable-prompt-tokens-details` lets vLLM report cached tokens.
-The flags were read in the sources of vLLM 0.30.0; this project has not run a model of that size.
+With four GPUs there is room for one of them at a time. Then ask the first and keep its answers, and compare the second
+with the file; other prompts, another model and other sampling are refused:
 
-The prompts are the small world of tiny/corpus.py: plain English words, sized by how many tokens the endpoint counts.
+    dcp-fix compare --a http://localhost:8001 --save dcp1.json
+    dcp-fix compare --a dcp1.json --b http://localhost:8002
+
+Servers that are not bit-equal to themselves (other traffic, other kernels): `--pairs 20`, see compare_pairs.py.
+
+`--dcp-comm-backend ag_rs` is for Hopper: 0.29.0 to 0.32.0 pick `a2a`, which FLASHMLA_SPARSE refuses there. No
+speculative decoding, no other traffic: both change what is computed together. `--enable-prompt-tokens-details` lets
+vLLM report cached tokens. The flags were read in the sources of vLLM 0.30.0; this project has not run a model of that
+size.
 
 It does not: launch servers, send an API key, or say which endpoint is right.
 """
 
 import math
-import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from random import Random
 
 from dcp_fix import equality
 from dcp_fix.errors import UserError
-from dcp_fix.tiny import corpus
-from dcp_fix.vllm.endpoint import TIMEOUT, Completion, Endpoint, EndpointError
-
-CLASSES = {name: (*corpus.CLASSES[name], corpus.CACHED.get(name, 0)) for name in ("512", "1536", "1024+1536")}
-NEW_TOKENS = 32
-MARGIN = 16  # tokens more in the part to be cached: only whole blocks are, and token counts are estimates
-SANE = (0.4, 1.1)  # words per token of a tokenizer that knows English; beyond it, the endpoint counts something else
-DISAGREES = "it samples, serves other traffic in the same batch, or reads memory that nobody wrote (try dcp-fix doctor)"
-
-
-@dataclass(frozen=True)
-class Prompt:
-    """One prompt; `prefix`, if any, is its beginning, to be cached by a request of its own."""
-
-    name: str
-    text: str
-    prefix: str = ""
+from dcp_fix.vllm import address, compare_ask, compare_pairs
+from dcp_fix.vllm.answers import Completion
+from dcp_fix.vllm.compare_ask import (
+    Prompt,
+    ask_twice,
+    check_same_prompt,
+    common_model,
+    count,
+    prompts,
+    requests,
+    words_per_token,
+)
+from dcp_fix.vllm.compare_pairs import Paired
+from dcp_fix.vllm.compare_saved import Saved, SavedAnswers, digest
+from dcp_fix.vllm.endpoint import TIMEOUT, Endpoint, EndpointError
 
 
 @dataclass(frozen=True)
@@ -72,7 +75,10 @@ class Logprobs:
 
 @dataclass(frozen=True)
 class Row:
-    """One prompt at both endpoints. Differences are the index of the first byte of the text and of the first token."""
+    """One prompt at both endpoints. Differences are the index of the first byte of the text and of the first token.
+
+    `again`: what each said when it was asked a second time.
+    """
 
     prompt: Prompt
     a: Completion
@@ -80,6 +86,7 @@ class Row:
     text_difference: int | None
     token_difference: int | None
     logprobs: Logprobs
+    again: tuple[Completion, Completion] | None = None
 
     @property
     def equal(self) -> bool:
@@ -95,20 +102,28 @@ class Row:
 
 @dataclass
 class Comparison:
-    """All rows so far, and the error that ended the run, if one did."""
+    """All rows so far, and the error that ended the run, if one did. `pairs`: how many prompts, if not the classes."""
 
-    a: Endpoint
-    b: Endpoint
+    a: Endpoint | Saved
+    b: Endpoint | Saved
+    pairs: int | None = None
     model: str | None = None
     rows: list[Row] = field(default_factory=list)
     error: str | None = None
 
     @property
+    def paired(self) -> Paired | None:
+        """The paired test; None where every answer has to be the same, and where the run was cut short."""
+        return compare_pairs.test(self.rows) if self.pairs and not self.error else None
+
+    @property
     def verdict(self) -> str:
-        """equal, different, or cannot compare."""
+        """equal, different, within noise, or cannot compare."""
         if self.error:
             return "cannot compare"
-        return "equal" if all(row.equal for row in self.rows) else "different"
+        if all(row.equal for row in self.rows):
+            return "equal"
+        return self.paired.verdict if self.paired else "different"
 
     @property
     def compared(self) -> str:
@@ -116,99 +131,45 @@ class Comparison:
         return "text and token ids" if all(row.ids for row in self.rows) else "text only"
 
 
-def run(a: Endpoint, b: Endpoint, progress: Callable[[str], None] = lambda what: None) -> Comparison:
-    """Ask both endpoints everything; `progress(what)` is called before each request. Never raises for an endpoint."""
-    result = Comparison(a, b)
+def run(a, b, progress: Callable[[str], None] = lambda what: None, pairs: int | None = None) -> Comparison:
+    """Ask both endpoints everything; `progress(what)` is called before each request. Never raises for an endpoint.
+
+    An endpoint may be answers that were saved.
+    """
+    result = Comparison(a, b, pairs)
     try:
         result.model = common_model(a, b, progress)
-        for prompt in prompts(words_per_token(a, b, result.model, progress)):
-            answers = [ask_twice(endpoint, result.model, prompt, progress) for endpoint in (a, b)]
-            check_same_prompt(a, b, *answers)
-            if not any(answer.text for answer in answers):
+        for prompt in prompts(words_per_token(a, b, result.model, progress), pairs=pairs):
+            answers = [ask_twice(side, result.model, prompt, progress, not pairs) for side in (a, b)]
+            first, again = zip(*answers, strict=True)
+            check_same_prompt(a, b, *first)
+            if not any(answer.text for answer in first):
                 raise EndpointError(f"{a} and {b} both answer {prompt.name} with no text at all: nothing to compare")
-            result.rows.append(row(prompt, *answers))
+            result.rows.append(row(prompt, *first, again))
     except EndpointError as error:
         result.error = str(error)
     return result
 
 
-def requests() -> int:
-    """How many requests a run makes if none fails: to both endpoints models, counting, and each prompt twice."""
-    return 2 * (2 + sum(2 * (1 + bool(cached)) for *_, cached in CLASSES.values()))
+def save(a: Endpoint, path: Path, progress, pairs: int | None = None) -> None:
+    """Ask one endpoint everything, and keep its answers for a later comparison. Raises UserError."""
+    progress(f"{a.name}: models")
+    model = a.models()[0]
+    counted, ratio = count(a, model, progress)
+    made = prompts(ratio, pairs=pairs)
+    answers = {}
+    for prompt in made:
+        first, again = ask_twice(a, model, prompt, progress, not pairs)
+        answers[prompt.name] = SavedAnswers(prompt=digest(prompt), first=first, again=again)
+    Saved.of(a, model, pairs, compare_ask.sampling(), counted, answers).write(path)
 
 
-def common_model(a: Endpoint, b: Endpoint, progress) -> str:
-    """The first model of A that B serves too. Raises EndpointError if there is none."""
-    served = []
-    for endpoint in (a, b):
-        progress(f"{endpoint.name}: models")
-        served.append(endpoint.models())
-    for name in served[0]:
-        if name in served[1]:
-            return name
-    names = " and ".join(f"{end} serves {', '.join(names)}" for end, names in zip((a, b), served, strict=True))
-    raise EndpointError(f"wrong model: {names}; serve one model at both, under one --served-model-name")
-
-
-def words_per_token(a: Endpoint, b: Endpoint, model: str, progress) -> float:
-    """How many words of the corpus the model's tokenizer counts as a token. Raises EndpointError if A and B differ."""
-    (probe,) = prompts(1.0, list(CLASSES)[:1])
-    counted = []
-    for endpoint in (a, b):
-        progress(f"{endpoint.name}: counting tokens")
-        counted.append(endpoint.complete(model, probe.text, 1, uuid.uuid4().hex))
-    check_same_prompt(a, b, *counted)
-    words, tokens = len(probe.text.split()), counted[0].prompt_tokens
-    if not SANE[0] * tokens <= words <= SANE[1] * tokens:
-        raise EndpointError(f"{a}: counts {tokens} tokens in {words} English words; does it cut prompts short?")
-    return words / tokens
-
-
-def prompts(ratio: float, names=None) -> list[Prompt]:
-    """The prompts, sized so that at `ratio` words a token they have about the tokens of their class."""
-    made = []
-    for name in names or CLASSES:
-        tokens, facts, cached = CLASSES[name]
-        ids = corpus.prompt(Random(f"compare {name}"), round(tokens * ratio) + 1, facts).ids
-        words = corpus.decode(ids[1:]).split()  # without <s>: whether there is one is the tokenizer's business
-        prefix = words[: round((cached + MARGIN) * ratio)] if cached else []
-        made.append(Prompt(name, " ".join(words), " ".join(prefix)))
-    return made
-
-
-def ask_twice(endpoint: Endpoint, model: str, prompt: Prompt, progress) -> Completion:
-    """The answer, which asking again must give again. Raises EndpointError if it does not."""
-    first, again = (ask(endpoint, model, prompt, progress, attempt) for attempt in ("", ", again"))
-    if (first.text, first.token_ids) != (again.text, again.token_ids):
-        answers = f"{first.text[:60]!r}, then {again.text[:60]!r}"
-        raise EndpointError(f"{endpoint} is not greedy: asked {prompt.name} twice, it said {answers}; {DISAGREES}")
-    return first
-
-
-def ask(endpoint: Endpoint, model: str, prompt: Prompt, progress, attempt: str) -> Completion:
-    """One answer out of a prefix cache that holds the prefix and, thanks to a fresh salt, nothing else."""
-    salt = uuid.uuid4().hex
-    if prompt.prefix:
-        progress(f"{endpoint.name}: {prompt.name}, the part to be cached{attempt}")
-        endpoint.complete(model, prompt.prefix, 1, salt)
-    progress(f"{endpoint.name}: {prompt.name}{attempt}")
-    return endpoint.complete(model, prompt.text, NEW_TOKENS, salt)
-
-
-def check_same_prompt(a: Endpoint, b: Endpoint, of_a: Completion, of_b: Completion) -> None:
-    """Raise EndpointError if one text became two different prompts."""
-    ids_differ = None not in (of_a.prompt_ids, of_b.prompt_ids) and of_a.prompt_ids != of_b.prompt_ids
-    if ids_differ or of_a.prompt_tokens != of_b.prompt_tokens:
-        counts = f"{of_a.prompt_tokens} tokens at {a} and {of_b.prompt_tokens} others at {b}"
-        raise EndpointError(f"wrong model: one prompt is {counts}; do both load the same tokenizer?")
-
-
-def row(prompt: Prompt, a: Completion, b: Completion) -> Row:
+def row(prompt: Prompt, a: Completion, b: Completion, again=None) -> Row:
     """Compare two answers to one prompt."""
     offered = a.token_ids is not None and b.token_ids is not None
     text = equality.first_difference(a.encoded, b.encoded)
     tokens = equality.first_difference(a.token_ids, b.token_ids) if offered else None
-    return Row(prompt, a, b, text, tokens, compare_logprobs(a, b, tokens if offered else text))
+    return Row(prompt, a, b, text, tokens, compare_logprobs(a, b, tokens if offered else text), again)
 
 
 def compare_logprobs(a: Completion, b: Completion, difference: int | None) -> Logprobs:
@@ -232,24 +193,71 @@ def compare_logprobs(a: Completion, b: Completion, difference: int | None) -> Lo
     return Logprobs(shared, same, max(apart, default=0.0), not_numbers)
 
 
-def main(a: str, b: str, json: Path | None = None, timeout: float = TIMEOUT) -> int:
-    """Compare, print, write JSON to the file `json` (`-`: to standard output, and nothing else there).
+def side(name: str, given: str, timeout: float) -> Endpoint | Saved:
+    """An endpoint at an address, or answers out of a file."""
+    return Saved.load(name, Path(given)) if is_file(given) else Endpoint(name, given, timeout)
 
-    Returns 0 if all is equal, 1 if anything differs. Raises UserError if it cannot be compared, after printing and
-    writing what was compared before.
+
+def is_file(given: str) -> bool:
+    """Whether an address is a file: what ends in .json, and what there is a file of."""
+    try:
+        return "://" not in given and (given.endswith(".json") or Path(given).is_file())
+    except (OSError, ValueError):
+        return False
+
+
+def main(
+    a: str,
+    b: str | None = None,
+    json: Path | None = None,
+    timeout: float = TIMEOUT,
+    save_to: Path | None = None,
+    pairs: int | None = None,
+) -> int:
+    """Compare, write JSON to the file `json` (`-`: to standard output, and nothing else there), print.
+
+    With `save_to` and without `b`: keep the answers of A instead. Returns 0 if all is equal, or differs no more than
+    the servers' own noise; 1 if anything differs. Raises UserError if it cannot be compared, after printing and writing
+    what was compared before.
     """
     from dcp_fix.vllm import compare_report
 
-    endpoints = Endpoint("A", a, timeout), Endpoint("B", b, timeout)
-    if endpoints[0].url == endpoints[1].url:
-        raise UserError(f"--a and --b are both {b}: whatever it answers equals itself; name two endpoints")
-    with compare_report.progress(requests()) as progress:
-        result = run(*endpoints, progress)
+    if (b is None) == (save_to is None):
+        raise UserError("give --b URL to compare with, or --save FILE to keep the answers of --a; not both")
+    first = side("A", a, timeout)
+    if b is None:
+        return main_save(first, save_to, pairs)
+    second = side("B", b, timeout)
+    check_sides(first, second, pairs)
+    ends = sum(isinstance(one, Endpoint) for one in (first, second))
+    with compare_report.progress(requests(pairs, ends)) as progress:
+        result = run(first, second, progress, pairs)
     to_stdout = json is not None and str(json) == "-"
-    if not to_stdout:
-        compare_report.show(result)
     if json:
         compare_report.write(None if to_stdout else json, result)
+    if not to_stdout:
+        compare_report.show(result)
     if result.error:
         raise UserError(result.error)
-    return 0 if result.verdict == "equal" else 1
+    return 1 if result.verdict == "different" else 0
+
+
+def main_save(a, path: Path, pairs: int | None) -> int:
+    """Keep the answers of an endpoint."""
+    from dcp_fix.vllm import compare_report
+
+    if isinstance(a, Saved):
+        raise UserError(f"--a {a} is saved already; name the address of a server")
+    with compare_report.progress(requests(pairs, 1)) as progress:
+        save(a, path, progress, pairs)
+    compare_report.saved(a, path)
+    return 0
+
+
+def check_sides(a, b, pairs: int | None) -> None:
+    """Raise UserError for what is one server, and for answers that were saved for something else."""
+    if isinstance(a, Endpoint) and isinstance(b, Endpoint) and address.same_server(a.url, b.url):
+        raise UserError(f"{a} and {b} are one server: whatever it answers equals itself; name two endpoints")
+    for one in (a, b):
+        if isinstance(one, Saved):
+            one.check(pairs, compare_ask.sampling())

@@ -19,6 +19,8 @@ from dcp_fix import equality
 from dcp_fix.evidence import records
 
 HEAD = 60  # characters of an answer that the table shows
+SHOWN = 6  # rows of a paired test that are shown
+PARTLY = 0.7  # of the part to be cached: only whole blocks are, and under DCP a block holds that of every rank
 
 
 @contextmanager
@@ -44,12 +46,30 @@ def show(result) -> None:
     if not result.rows:
         return
     console.print(f"{result.a}\n{result.b}\nmodel {result.model}\n", soft_wrap=True)
-    console.print(table(result.rows))
-    for row in result.rows:
+    shown_rows = [row for row in result.rows if not row.equal][:SHOWN] if result.pairs else result.rows
+    if shown_rows:
+        console.print(table(shown_rows))
+    for row in shown_rows:
         console.print(sentence(row), style="green" if row.equal else "red", soft_wrap=True)
     equal = sum(row.equal for row in result.rows)
     of = f"{equal} of {len(result.rows)} prompts are answered alike; compared: {result.compared}"
     console.print(f"\n{result.verdict.capitalize()}: {of}.", soft_wrap=True)
+    if result.paired:
+        console.print(paired(result.paired), soft_wrap=True)
+
+
+def paired(test) -> str:
+    """The paired test on one line."""
+    return (
+        f"Of {test.prompts} prompts A and B differ on {test.differ}, A from itself on {test.noise_a}, "
+        f"B on {test.noise_b}; {test.for_difference} speak for a difference, {test.for_noise} for noise: "
+        f"McNemar p = {test.p:.3g}."
+    )
+
+
+def saved(endpoint, path) -> None:
+    """What to do with answers that were kept."""
+    print(f"{endpoint}: answers kept in {path}; now serve the other one, and: dcp-fix compare --a {path} --b URL")
 
 
 def table(rows) -> Table:
@@ -74,8 +94,12 @@ def sentence(row) -> str:
         else f"text equal ({len(row.a.encoded)} bytes)"
     ]
     if not row.ids:
-        lacking = [name for name, answer in (("A", row.a), ("B", row.b)) if answer.token_ids is None]
-        parts.append(f"token ids not compared ({' and '.join(lacking)} offers none)")
+        lacking = [
+            f"{name} offers {answer.ids_missing or 'none'}"
+            for name, answer in (("A", row.a), ("B", row.b))
+            if answer.token_ids is None
+        ]
+        parts.append(f"token ids not compared ({', '.join(lacking)})")
     elif row.token_difference is None:
         parts.append(f"token ids equal ({len(row.a.token_ids)})")
     else:
@@ -86,9 +110,21 @@ def sentence(row) -> str:
 
 
 def cache_misses(row) -> list[str]:
-    """What to say of a prompt whose cached part was in no cache: it is not of the class that it stands for."""
-    missed = [name for name, answer in (("A", row.a), ("B", row.b)) if answer.cached_tokens == 0]
-    return [f"NOT cached at {' and '.join(missed)}: is prefix caching on?"] if row.prompt.prefix and missed else []
+    """What to say of a prompt that is not of the class that it stands for; nothing where an endpoint does not tell."""
+    found = []
+    for number, (name, answer) in enumerate((("A", row.a), ("B", row.b))):
+        answers = [answer, row.again[number]] if row.again else [answer]
+        cached = [one.cached_tokens for one in answers if one.cached_tokens is not None]
+        if not cached:
+            continue
+        words = len(row.prompt.prefix.split()) / max(1, len(row.prompt.text.split())) * answer.prompt_tokens
+        if not row.prompt.prefix and max(cached) > 0:
+            found.append(f"{name} had {max(cached)} tokens cached under a new salt: it ignores cache_salt")
+        elif row.prompt.prefix and min(cached) == 0:
+            found.append(f"NOT cached at {name}: is prefix caching on?")
+        elif row.prompt.prefix and min(cached) < PARTLY * words:
+            found.append(f"only {min(cached)} of about {words:.0f} tokens cached at {name}")
+    return found
 
 
 def logprobs_sentence(logprobs) -> str:
@@ -134,6 +170,7 @@ def as_json(result) -> dict:
         "model": result.model,
         "compared": result.compared if result.rows else None,
         "rows": [row_as_json(row) for row in result.rows],
+        "paired": asdict(result.paired) if result.paired else None,
         "verdict": result.verdict,
         "error": result.error,
     }

@@ -11,20 +11,25 @@ What may pass (no connection, one that breaks off, HTTP 429 or 5xx, an answer th
 It does not: stream, sample, use chat templates, send an API key, or judge an answer (compare.py).
 """
 
-import json
-import math
+import asyncio
+import queue
+import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import httpx
 
 from dcp_fix.errors import UserError
+from dcp_fix.vllm import address
+from dcp_fix.vllm.answers import Completion, Failure, completion, json_of, model_names
 
 TIMEOUT = 120.0  # seconds for one answer: 2,560 tokens of prefill behind a first request that still compiles kernels
+LONGEST = 86_400  # seconds that may be asked for
 CONNECT = 10.0  # seconds for a connection
 WAITS = (0.5, 1.0, 2.0)  # seconds before the second, third and fourth attempt
-PASSING = (429, 500, 502, 503, 504)
+# Both numbers: a model's generation_config may bring its own. A special token must not vanish from the text.
+SAMPLING = {"temperature": 0, "repetition_penalty": 1.0, "skip_special_tokens": False}
 REFUSES_LOGPROBS = (400, 500)  # vLLM with --max-logprobs 0; vLLM and SGLang when a logprob is NaN, which JSON lacks
 LARGEST = 1 << 24  # bytes of an answer
 
@@ -37,39 +42,14 @@ class EndpointError(UserError):
         self.status = status
 
 
-class Failure(Exception):
-    """One attempt that failed. `passing`: another one may succeed."""
-
-    def __init__(self, what: str, remedy: str, passing: bool = True, status: int | None = None) -> None:
-        super().__init__(f"{what}: {remedy}")
-        self.passing, self.status = passing, status
-
-
-@dataclass(frozen=True)
-class Completion:
-    """An answer. What the endpoint does not offer is None; a logprob that is no number is NaN."""
-
-    text: str
-    token_ids: list[int] | None
-    logprobs: list[float] | None
-    prompt_tokens: int
-    prompt_ids: list[int] | None
-    cached_tokens: int | None
-    logprobs_refused: str | None = None
-
-    @property
-    def encoded(self) -> bytes:
-        """The text in UTF-8; a lone surrogate, which JSON can carry, keeps its bits."""
-        return self.text.encode("utf-8", "surrogatepass")
-
-
 class Endpoint:
     """The endpoint at `url` (with or without /v1), called `name` in messages; `timeout` in seconds for one answer."""
 
     def __init__(self, name: str, url: str, timeout: float = TIMEOUT) -> None:
-        self.name, self.url, self.timeout = name, base_url(name, url), timeout
-        limits = httpx.Limits(max_keepalive_connections=0)  # an idle one may be closed just as it is used again
-        self.client = httpx.Client(timeout=httpx.Timeout(timeout, connect=min(CONNECT, timeout)), limits=limits)
+        if not 0 < timeout <= LONGEST:
+            raise UserError(f"--timeout {timeout:g}: seconds between 0 and {LONGEST} are wanted")
+        self.name, self.url, self.timeout = name, address.base_url(name, url), timeout
+        self.tls, self.proxy = address.tls_of(self.url), address.proxy_of(self.url)
 
     def __str__(self) -> str:
         return f"endpoint {self.name} ({self.url.copy_with(userinfo=b'')})"
@@ -85,8 +65,7 @@ class Endpoint:
         """
         body = {
             "model": model, "prompt": prompt, "max_tokens": max_tokens, "cache_salt": salt, "logprobs": 1,
-            "temperature": 0, "repetition_penalty": 1.0,  # both: a model's generation_config may bring its own
-            "return_token_ids": True, "skip_special_tokens": False,  # a special token must not vanish from the text
+            "return_token_ids": True, **SAMPLING,
         }  # fmt: skip
         try:
             return self.ask("completions", body, completion)
@@ -108,105 +87,62 @@ class Endpoint:
             time.sleep(wait)
 
     def attempt(self, path: str, body: dict | None):
-        """One request: the JSON of its answer. Raises Failure."""
-        deadline = time.monotonic() + self.timeout
-        slow = Failure(f"no whole answer within {self.timeout:g} s", "raise --timeout, or see its log", passing=False)
+        """One request: the JSON of its answer. Raises Failure, also where all of it takes longer than `timeout`."""
         url = self.url.copy_with(path=f"{self.url.path}/{path}")
         try:
-            with self.client.stream("POST" if body else "GET", url, json=body) as response:
-                content = read(response, deadline, slow)
-        except (httpx.ConnectError, httpx.ConnectTimeout) as error:
-            raise Failure(f"no connection ({error})", "is it up, and is this its address?") from None
-        except httpx.TimeoutException:
-            raise slow from None
-        except httpx.RequestError as error:
+            return json_of(*in_thread(self.exchange(url, body)), self.proxy)
+        except TimeoutError:
+            what = f"no whole answer within {self.timeout:g} s"
+            raise Failure(what, "raise --timeout, or see its log", passing=False) from None
+        except (httpx.ConnectError, httpx.ConnectTimeout, httpx.ProxyError) as error:
+            way = f" {self.proxy}" if self.proxy else ""
+            remedy = (
+                "is the proxy right? NO_PROXY exempts a host" if self.proxy else "is it up, and is this its address?"
+            )
+            raise Failure(f"no connection{way} ({error})", remedy) from None
+        except (httpx.RequestError, OSError) as error:
             raise Failure(f"the connection broke off ({error})", "did the server crash? See its log") from None
-        return json_of(response.status_code, content)
+        except UnicodeError as error:
+            raise Failure(f"no connection ({error})", "is this the name of a host?", passing=False) from None
+
+    async def exchange(self, url, body: dict | None) -> tuple[int, bytes]:
+        """(status, body) of one request. Raises TimeoutError at its end, whatever trickles in until then."""
+        timeout = httpx.Timeout(self.timeout, connect=min(CONNECT, self.timeout))
+        try:
+            async with (
+                asyncio.timeout(self.timeout),
+                address.client_of(self.name, self.url, self.tls, timeout) as client,
+            ):
+                async with client.stream("POST" if body else "GET", url, json=body) as response:
+                    return response.status_code, await read(response)
+        except httpx.ConnectTimeout:
+            raise
+        except httpx.TimeoutException:
+            raise TimeoutError from None
 
 
-def base_url(name: str, url: str) -> httpx.URL:
-    """The address that ends in /v1. Raises UserError for what is no http address."""
-    try:
-        parsed = httpx.URL(url)
-    except httpx.InvalidURL as error:
-        raise UserError(f"endpoint {name}: {url!r} is no address ({error}); say http://host:port") from None
-    if parsed.scheme not in ("http", "https") or not parsed.host:
-        raise UserError(f"endpoint {name}: {url!r} is no http address; say http://host:port")
-    return parsed.copy_with(path=parsed.path.rstrip("/").removesuffix("/v1") + "/v1", query=None, fragment=None)
+def in_thread(work):
+    """The result of a coroutine, run in a thread of its own: the caller may be in an event loop, as notebooks are."""
+    results = queue.SimpleQueue()
+
+    def run():
+        try:
+            results.put((asyncio.run(work), None))
+        except BaseException as error:  # noqa: BLE001 raised again where it is waited for
+            results.put((None, error))
+
+    threading.Thread(target=run, daemon=True).start()
+    result, error = results.get()
+    if error is not None:
+        raise error
+    return result
 
 
-def read(response: httpx.Response, deadline: float, slow: Failure) -> bytes:
-    """The whole body. Raises `slow` when it trickles in past the deadline: a timeout of httpx only counts silence."""
+async def read(response: httpx.Response) -> bytes:
+    """The whole body, up to LARGEST bytes."""
     content = bytearray()
-    for chunk in response.iter_bytes():
+    async for chunk in response.aiter_bytes():
         content += chunk
-        if time.monotonic() > deadline:
-            raise slow
         if len(content) > LARGEST:
             raise Failure(f"an answer of more than {LARGEST} bytes", "is this an inference server?", passing=False)
     return bytes(content)
-
-
-def json_of(status: int, content: bytes):
-    """The JSON of a successful answer. Raises Failure for another status, quoting the server, and for other content."""
-    start = " ".join(content[:400].decode(errors="replace").split())[:200]
-    if status != 200:
-        remedy = "see the server's log" if status >= 500 else "is it an OpenAI-compatible server that needs no key?"
-        raise Failure(f"HTTP {status} {start!r}", remedy, status in PASSING, status)
-    try:
-        return json.loads(content)
-    except (ValueError, RecursionError):
-        raise Failure(f"an answer that is not JSON {start!r}", "is this an inference server?") from None
-
-
-def model_names(answer) -> list[str]:
-    """The ids in an answer of /v1/models. Raises Failure for another shape."""
-    try:
-        names = [card["id"] for card in answer["data"]]
-    except (KeyError, TypeError):
-        names = []
-    if not names or not all(isinstance(name, str) for name in names):
-        raise Failure(f"no list of models but {quote(answer)}", "is this an OpenAI-compatible server?")
-    return names
-
-
-def completion(answer) -> Completion:
-    """The first choice of an answer of /v1/completions. Raises Failure for another shape."""
-    try:
-        choice, usage = answer["choices"][0], answer["usage"]
-        logprobs, details = choice.get("logprobs") or {}, usage.get("prompt_tokens_details") or {}
-        if not isinstance(choice["text"], str):
-            raise TypeError(type(choice["text"]))
-        return Completion(
-            text=choice["text"],
-            token_ids=numbers(choice.get("token_ids")),
-            logprobs=floats(logprobs.get("token_logprobs")),
-            prompt_tokens=numbers([usage["prompt_tokens"]])[0],
-            prompt_ids=numbers(choice.get("prompt_token_ids")),
-            cached_tokens=numbers([details.get("cached_tokens") or 0])[0] if details else None,
-        )
-    except (KeyError, IndexError, TypeError, AttributeError, OverflowError):
-        raise Failure(f"no completion but {quote(answer)}", "is this an OpenAI-compatible server?") from None
-
-
-def numbers(values) -> list[int] | None:
-    """A list of token ids, or None for none. Raises TypeError for anything else."""
-    if values is None:
-        return None
-    if not isinstance(values, list) or not all(type(value) is int and 0 <= value < 1 << 63 for value in values):
-        raise TypeError(values)
-    return values
-
-
-def floats(values) -> list[float] | None:
-    """A list of logprobs, or None for none; what is no finite number, null included, is NaN. Raises TypeError."""
-    if values is None:
-        return None
-    if not isinstance(values, list) or not all(type(value) in (int, float, type(None)) for value in values):
-        raise TypeError(values)
-    return [float(value) if value is not None and math.isfinite(value) else math.nan for value in values]
-
-
-def quote(answer) -> str:
-    """The beginning of an answer, on one line."""
-    return json.dumps(answer)[:200]

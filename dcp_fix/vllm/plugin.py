@@ -5,9 +5,9 @@ defects this vLLM has (the release matrix, by the digests of its files; a vLLM t
 child process without a GPU, and the verdict is cached), and repairs the three things of repairs.py and no other.
 
 Modules are repaired right after vLLM imports them, so a run that never imports the DeepSeek-V3.2 / GLM-5 model is left
-as it was, and on any platform but CUDA nothing is repaired. DCP_FIX_PLUGIN=0 switches the plugin off. Where nothing is
-wrong it does nothing, and says so in vLLM's log. DCP_FIX_PUT_BACK names defects to be put back afterwards, for the
-ladder in real vLLM (put_back.py).
+as it was, and on any platform but CUDA nothing is repaired. DCP_FIX_PLUGIN=0 (or false, off, no) switches the plugin
+off. Where nothing is wrong it does nothing, and says so in vLLM's log. Nothing that goes wrong here leaves `register`.
+DCP_FIX_PUT_BACK names defects to be put back afterwards, for the ladder in real vLLM (put_back.py).
 
 Not here: the split workspace and the merge (compiled or not ours to replace), PCP+DCP routing, nvfp4 caches (handed on
 to upstream's launcher), releases from 0.31 on, whose fp8_ds_mla entries have other scales and whose kernel is right.
@@ -20,26 +20,42 @@ import importlib.util
 import json
 import os
 import sys
+import tempfile
 from pathlib import Path
 
 from dcp_fix.vllm import put_back
+from dcp_fix.vllm.doctor.reach import reach
 from dcp_fix.vllm.launcher import logger
 from dcp_fix.vllm.repairs import KERNEL_DEFECTS, REPAIRED, guard_communicator, replace_launcher, route_attention
 
 KERNELS = ("vllm.models.deepseek_v32.common.kernels", "vllm.models.deepseek_v32.nvidia.kernels")
 ATTENTION = ("vllm.models.deepseek_v32.attention", "vllm.models.deepseek_v32.nvidia.attention")
 SWITCH = "DCP_FIX_PLUGIN"
+OFF = ("0", "false", "off", "no")
+LONGEST = 1 << 16  # bytes of a cache file
 
 # --- the entry point --------------------------------------------------------------------------------------------------
 
 
 def register() -> None:
-    """Called by vLLM in each process, possibly more than once."""
-    if os.environ.get(SWITCH, "1") == "0":
-        logger.info("dcp_fix: switched off by %s=0", SWITCH)
+    """Called by vLLM in each process, possibly more than once. Whatever goes wrong here, vLLM starts."""
+    try:
+        look_and_repair()
+    except Exception as error:  # noqa: BLE001 a plugin that raises keeps every model of this vLLM from starting
+        logger.warning("dcp_fix: nothing is repaired, the plugin failed: %s: %s", type(error).__name__, error)
+
+
+def look_and_repair() -> None:
+    """Find out what this vLLM lacks, and have it repaired."""
+    if os.environ.get(SWITCH, "1").lower() in OFF:
+        logger.info("dcp_fix: switched off by %s=%s", SWITCH, os.environ[SWITCH])
         return
     spec = importlib.util.find_spec("vllm")
-    defects = find_defects(Path(spec.submodule_search_locations[0]).parent)
+    if spec is None or not spec.submodule_search_locations:
+        logger.warning("dcp_fix: there is no vllm to import, nothing is repaired")
+        return
+    root = Path(list(spec.submodule_search_locations)[0]).parent
+    defects = find_defects(root)
     repairs, asked = repairs_for(defects), put_back.parse(os.environ.get(put_back.VARIABLE, ""))
     if asked:
         logger.warning("dcp_fix: %s put back when the module is imported: answers will be wrong", ", ".join(asked))
@@ -47,7 +63,8 @@ def register() -> None:
         logger.info("dcp_fix: this vLLM needs none of the plugin's repairs, nothing is changed")
         return
     if repairs:
-        logger.info("dcp_fix: this vLLM has %s; repaired when the module is imported", ", ".join(sorted(defects)))
+        named = ", ".join(sorted(defects & REPAIRED))
+        logger.info("dcp_fix: this vLLM has %s (%s); repaired when the module is imported", named, reach(root).how)
     install(with_hooks(repairs, put_back.hooks(asked, KERNELS, ATTENTION)))
 
 
@@ -55,7 +72,11 @@ def find_defects(root: Path) -> set[str]:
     """Ids of the probes that find a defect in the vLLM at `root`."""
     from dcp_fix.vllm.doctor import matrix
 
-    recorded = matrix.recorded_defects(root)
+    try:
+        recorded = matrix.recorded_defects(root)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        logger.warning("dcp_fix: the release matrix cannot be read, this vLLM is probed instead: %s", error)
+        recorded = None
     return recorded if recorded is not None else probed_defects(root, matrix.digests(root))
 
 
@@ -63,12 +84,12 @@ def probed_defects(root: Path, digests: dict) -> set[str]:
     """As the doctor finds them now, or found them for the same files before."""
     from dcp_fix import __version__
     from dcp_fix.vllm.doctor.runner import probe_target
-    from dcp_fix.vllm.doctor.target import Target, cache_folder
+    from dcp_fix.vllm.doctor.target import Target
 
     key = hashlib.sha256(json.dumps([__version__, digests], sort_keys=True).encode()).hexdigest()
-    cached = cache_folder() / "probed" / f"{key}.json"
-    if cached.is_file():
-        return set(json.loads(cached.read_text(encoding="utf-8")))
+    cached = place_of(f"{key}.json")
+    if (known := kept(cached)) is not None:
+        return known
     findings = probe_target(Target("installed", root, None), on_cpu=True)
     for found in findings:
         if found.verdict == "not-run" and found.id in REPAIRED:
@@ -78,13 +99,51 @@ def probed_defects(root: Path, digests: dict) -> set[str]:
     return set(defects)
 
 
-def keep(path: Path, text: str) -> None:
+# --- the cache --------------------------------------------------------------------------------------------------------
+
+
+def place_of(name: str) -> Path | None:
+    """A file of the cache folder; None for a user who has none."""
+    from dcp_fix.vllm.doctor.release import cache_folder
+    from dcp_fix.vllm.doctor.target import TargetError
+
+    try:
+        return cache_folder() / "probed" / name
+    except TargetError as error:
+        logger.warning("dcp_fix: verdicts are not cached: %s", error)
+        return None
+
+
+def kept(path: Path | None) -> set[str] | None:
+    """What a cache file says; None where there is none, and where it is damaged or not ours to read."""
+    from dcp_fix.vllm.doctor.probes import PROBES
+
+    if path is None:
+        return None
+    try:
+        with open(path, "rb") as file:
+            names = json.loads(file.read(LONGEST))
+        if isinstance(names, list) and set(names) <= {probe.id for probe in PROBES}:
+            return set(names)
+    except (OSError, ValueError, TypeError, RecursionError):
+        pass
+    return None
+
+
+def keep(path: Path | None, text: str) -> None:
     """Write a cache file whole or not at all, as several workers may do at once. Failing only costs the next start."""
-    part = path.with_suffix(f".{os.getpid()}")
+    if path is None:
+        return
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        part.write_text(text, encoding="utf-8")
-        part.replace(path)
+        number, part = tempfile.mkstemp(dir=path.parent, prefix=".")
+        try:
+            with os.fdopen(number, "w", encoding="utf-8") as file:
+                file.write(text)
+            os.replace(part, path)
+        except OSError:
+            os.unlink(part)
+            raise
     except OSError as error:
         logger.warning("dcp_fix: verdicts are not cached: %s", error)
 

@@ -17,6 +17,7 @@ import sys
 from pathlib import Path
 
 from dcp_fix.errors import UserError
+from dcp_fix.vllm.doctor.probes.nccl import disabled_by
 
 NCCL_LIMIT_S = 180.0  # importing vLLM's wrapper takes 5 to 30 s
 GROUP, NAME = "vllm.general_plugins", "dcp_fix"
@@ -82,17 +83,18 @@ def gpu_count() -> int:
 
 def check_rules(serve_args: str, root: Path) -> None:
     """The doctor's rules about sizes, heads per rank, backend and communication."""
-    from dcp_fix.vllm.doctor.probes.configuration import configuration, parse
+    from dcp_fix.vllm.doctor.probes.arguments import checked
+    from dcp_fix.vllm.doctor.probes.configuration import configuration
 
-    verdict, evidence = configuration(parse(serve_args), root)
+    verdict, evidence = configuration(checked(serve_args), root)
     if verdict == "defect":
         raise UserError(f"this vLLM would refuse the run: {evidence}")
 
 
 def check_nccl() -> dict:
     """Both NCCL libraries. Raises UserError if vLLM's wrapper is disabled, which nothing else would say."""
-    if os.environ.get("VLLM_DISABLE_PYNCCL", "0") not in ("", "0", "false", "False"):
-        raise UserError("VLLM_DISABLE_PYNCCL disables NCCL, and reduce-scatter would return unwritten memory: unset it")
+    if setting := disabled_by(os.environ):
+        raise UserError(f"{setting} disables NCCL, and reduce-scatter would return unwritten memory: unset it")
     found = ask_wrapper()
     if found["vllm"]["refused"]:
         raise UserError(disabled(found))

@@ -5,7 +5,9 @@ import shutil
 
 import pytest
 
-from dcp_fix.vllm.doctor.target import TargetError, fetch_release, wheel
+from dcp_fix.vllm.doctor.release import fetch_release
+from dcp_fix.vllm.doctor.target import TargetError
+from dcp_fix.vllm.doctor.wheel import unpack as unpack_wheel
 
 
 def pytest_collection_modifyitems(items):
@@ -38,7 +40,8 @@ def unpacked(release_wheel, tmp_path_factory):
 
     def unpack(version):
         if version not in roots:
-            roots[version] = wheel(release_wheel(version), tmp_path_factory.mktemp(version)).root
+            roots[version] = tmp_path_factory.mktemp(version)
+            unpack_wheel(release_wheel(version), roots[version])
         return roots[version]
 
     return unpack

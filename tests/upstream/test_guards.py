@@ -8,8 +8,8 @@ import re
 import pytest
 
 from dcp_fix.vllm.doctor import runner
+from dcp_fix.vllm.doctor.opening import folder
 from dcp_fix.vllm.doctor.probes import PROBES
-from dcp_fix.vllm.doctor.target import folder
 
 KERNEL = "vllm/models/deepseek_v32/common/kernels.py"
 ATTENTION = "vllm/models/deepseek_v32/attention.py"

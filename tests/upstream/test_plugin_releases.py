@@ -14,10 +14,11 @@ import torch
 from dcp_fix.equality import close
 from dcp_fix.kv_cache import index_views, new_index_cache, read_index
 from dcp_fix.vllm import put_back
-from dcp_fix.vllm.doctor.probes import kernel, routing
+from dcp_fix.vllm.doctor.probes import kernel, layer, routing
 from dcp_fix.vllm.doctor.probes.launch import KERNELS, load_kernel
 from dcp_fix.vllm.doctor.report import examine
-from dcp_fix.vllm.doctor.world import World, module
+from dcp_fix.vllm.doctor.stand_ins import module
+from dcp_fix.vllm.doctor.world import World
 from dcp_fix.vllm.launcher import launcher
 
 T, Q = 6, 192
@@ -126,19 +127,19 @@ def test_the_kernels_probes_find_what_was_put_back_and_nothing_else(version, def
 @pytest.mark.parametrize("version", ["0.29.0", "0.30.0"])
 def test_the_layer_of_a_release_without_its_routing(version, unpacked):
     """Made by a constructor, as in vLLM: the manager that it finds is the one whose collectives are gone."""
-    collaborators = routing.Collaborators()
+    collaborators = layer.Collaborators()
     with World(unpacked(version), routing.ATTENTION, collaborators.stand_ins()) as world:
         loaded = routing.load_attention(world)
         loaded.DeepseekV32Attention.__init__ = lambda layer, run: vars(layer).update(run._attributes(), use_pcp=False)
         assert routed(loaded, collaborators).faults() == []
         put_back.combine_routing_put_back(loaded)
         run = routed(loaded, collaborators)
-    assert run.backend.query.shape[1] == routing.HEADS and run.manager.gathered is run.manager.combined is None
+    assert run.backend.query.shape[1] == layer.HEADS and run.manager.gathered is run.manager.combined is None
 
 
 def routed(loaded, collaborators):
     """One decode step of a layer at DCP4."""
-    run = collaborators.run = routing.Run(dcp=4, tp=4)
+    run = collaborators.run = layer.Run(dcp=4, tp=4)
     attention = type("Dense", (loaded.DeepseekV32Attention,), {"_use_sparse_mha": lambda self, metadata: False})
-    attention(run).forward(torch.arange(routing.PADDED), torch.ones(routing.PADDED, 8))
+    attention(run).forward(torch.arange(layer.PADDED), torch.ones(layer.PADDED, 8))
     return run

@@ -1,12 +1,15 @@
 """The committed release matrix: complete, well formed, and what is derived from it."""
 
+import re
 import shutil
 from pathlib import Path
 
 import pytest
 
 from dcp_fix.vllm.doctor import matrix
-from dcp_fix.vllm.doctor.probes import PROBES, VERDICTS
+from dcp_fix.vllm.doctor.attempt import NotRun
+from dcp_fix.vllm.doctor.probes import PROBES, VERDICTS, recorded
+from dcp_fix.vllm.doctor.reach import PROBED
 
 
 def test_every_release_has_every_probe_in_order():
@@ -18,6 +21,47 @@ def test_every_release_has_every_probe_in_order():
         assert [probe["id"] for probe in release["probes"]] == [probe.id for probe in PROBES]
         assert {probe["verdict"] for probe in release["probes"]} <= set(VERDICTS)
         assert len(release["files"]) == 4
+        for probe, known in zip(release["probes"], PROBES, strict=True):
+            assert probe["remedy"] == (known.remedy if probe["verdict"] == "defect" else "")
+
+
+def test_who_reaches_the_module_is_in_the_matrix():
+    reached = {release["version"]: release["reach"] for release in matrix.load()["releases"]}
+    for version in ("0.26.0", "0.27.0", "0.27.1", "0.28.0"):
+        assert reached[version]["default"] is False
+        assert "present, reached only by --model-class-overrides" in reached[version]["how"]
+        assert "on Hopper FLASHMLA_SPARSE returns no LSE, and DCP is refused" in reached[version]["how"]
+    assert all(reached[v]["default"] for v in reached if matrix.numbers(v) >= (0, 29, 0))
+
+
+def verdicts(probe):
+    """{version: verdict} of one probe, the workspace as a GPU found it."""
+    if probe == "split-workspace":
+        return {version: found["verdict"] for version, found in recorded.load()["releases"].items()}
+    releases = matrix.load()["releases"]
+    return {r["version"]: p["verdict"] for r in releases for p in r["probes"] if p["id"] == probe}
+
+
+NAMING = [probe for probe in PROBES if re.search(r"\d+\.\d+\.\d+", probe.remedy)]
+
+
+@pytest.mark.parametrize("probe", NAMING, ids=lambda probe: probe.id)
+def test_a_remedy_names_only_releases_that_a_check_has_shown_to_be_healthy(probe):
+    found = verdicts(probe.id)
+    for version, newer in re.findall(r"(\d+\.\d+\.\d+)( or newer)?", probe.remedy):
+        named = [v for v in found if v == version or (newer and matrix.numbers(v) >= matrix.numbers(version))]
+        assert named
+        # 0.29.0 has the defect k-rows, and is named with what cures it there: the plugin and the option.
+        cured = {"0.29.0"} if probe.id == "k-rows" else set()
+        assert set(named) - cured <= {v for v in named if found[v] == "ok"}, (version, found)
+
+
+def test_the_release_with_k_rows_is_named_only_with_its_cures():
+    for probe in PROBES:
+        if probe.code in PROBED:
+            assert "0.30.0 or newer, or 0.29.0 with dcp_fix installed beside it" in probe.remedy
+            assert """or 0.29.0 with --attention-config '{"sparse_mla_force_mqa": true}'""" in probe.remedy
+            assert "0.29.0 or newer" not in probe.remedy
 
 
 def test_the_table_has_a_row_per_release_and_names_the_workspace_from_the_gpu():
@@ -57,3 +101,11 @@ def test_the_readme_shows_the_recorded_matrix_and_says_that_code_is_executed():
     readme = (Path(__file__).parents[2] / "README.md").read_text()
     assert matrix.markdown() in readme
     assert "A probe executes the target's code" in readme
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"releases": {"0.30.0": {}}}', '{"releases": {"0.30.0": 3}}'])
+def test_a_damaged_file_of_ours_is_named_and_not_blamed_on_the_target(monkeypatch, tmp_path, text):
+    (tmp_path / "recorded_workspace.json").write_text(text)
+    monkeypatch.setattr(recorded, "RECORDED", tmp_path / "recorded_workspace.json")
+    with pytest.raises(NotRun, match="dcp_fix's own recorded_workspace.json is damaged"):
+        recorded.workspace_sentence("0.30.0")

@@ -1,13 +1,17 @@
 """Three probes on small collaborators written here (merge, communicator, attention layer), right and broken."""
 
+import shutil
+import subprocess
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from dcp_fix.vllm.doctor.attempt import NotRun
-from dcp_fix.vllm.doctor.probes import collective, merge, routing
-from dcp_fix.vllm.doctor.world import Missing, StandInReached, World, poison, unwritten_memory_is_nan
+from dcp_fix.vllm.doctor.probes import collective, layer, merge, nccl, routing
+from dcp_fix.vllm.doctor.stand_ins import Missing, StandInReached
+from dcp_fix.vllm.doctor.unwritten import poison, unwritten_memory_is_nan
+from dcp_fix.vllm.doctor.world import World
 
 
 def silent(*args, **kwargs):
@@ -130,7 +134,7 @@ def refusing(self, x, dim):
     ],
 )
 def test_a_disabled_communicator(reduce_scatter, on_refusal, verdict, says, monkeypatch):
-    monkeypatch.setattr(collective, "environment_nccl", lambda environment: None)
+    monkeypatch.setattr(nccl, "loaded_nccl", lambda environment: None)
     found, evidence = collective.silent_collective(communicators(reduce_scatter, on_refusal), {}, silent)
     assert (found, says in evidence) == (verdict, True), evidence
     assert "it needs NCCL 2.29.7 or newer" in evidence  # of the symbols that are not optional
@@ -144,13 +148,46 @@ def test_a_communicator_that_needs_more_than_we_know_is_not_judged():
         collective.silent_collective(communicators(newer), {}, silent)
 
 
-def test_an_environment_that_disables_nccl_is_said(monkeypatch):
-    found = collective.silent_collective(communicators(through_torch), {"VLLM_DISABLE_PYNCCL": "1"}, silent)
-    assert found[0] == "defect" and "VLLM_DISABLE_PYNCCL=1" in found[1]
-    old = SimpleNamespace(ncclAllReduce=1, ncclGetVersion=lambda number: setattr(number._obj, "value", 22809))
-    monkeypatch.setattr(collective, "environment_nccl", lambda environment: old)
+@pytest.mark.parametrize("value", ["1", "true", "True", "TRUE"])
+def test_an_environment_that_disables_nccl_is_said(value):
+    found = collective.silent_collective(communicators(through_torch), {"VLLM_DISABLE_PYNCCL": value}, silent)
+    assert found[0] == "defect" and f"VLLM_DISABLE_PYNCCL={value} disables it" in found[1]
+
+
+@pytest.mark.parametrize("value", ["", "0", "False", "false", "no", "off", "yes", "2"])
+def test_what_upstream_does_not_take_for_yes_disables_nothing(value, monkeypatch):
+    monkeypatch.setattr(nccl, "loaded_nccl", lambda environment: None)
+    found = collective.silent_collective(communicators(through_torch), {"VLLM_DISABLE_PYNCCL": value}, silent)
+    assert found[0] == "ok" and "disables" not in found[1]
+
+
+def test_the_library_that_loads_and_the_one_that_is_installed_are_both_named(monkeypatch, tmp_path):
+    old = SimpleNamespace(ncclAllReduce=1)
+    newer = tmp_path / "nvidia/nccl/lib/libnccl.so.2"
+    monkeypatch.setattr(nccl, "loaded_nccl", lambda environment: nccl.Nccl("/usr/lib/libnccl.so.2", "2.28.9", old))
+    monkeypatch.setattr(nccl, "installed_nccl", lambda: [nccl.Nccl(str(newer), "2.29.7")])
     found = collective.silent_collective(communicators(through_torch), {}, silent)
-    assert found[0] == "defect" and "NCCL 2.28.9 here lacks ncclCommSuspend" in found[1]
+    assert found[0] == "defect"
+    assert "NCCL 2.28.9 here (/usr/lib/libnccl.so.2) lacks ncclCommSuspend: it will be disabled" in found[1]
+    assert f"installed, and not the one that loads: 2.29.7 at {newer}" in found[1]
+
+
+@pytest.fixture
+def built(tmp_path):
+    """A shared library that says it is NCCL 2.29.7, and has no other symbol."""
+    source, library = tmp_path / "nccl.c", tmp_path / "libnccl.so.2"
+    source.write_text("int ncclGetVersion(int *v) { *v = 22907; return 0; }")
+    compiler = shutil.which("cc") or pytest.skip("no C compiler")
+    subprocess.run([compiler, "-shared", "-fPIC", "-o", library, source], check=True)
+    return library
+
+
+def test_a_library_says_its_version_and_its_file(built):
+    loaded = nccl.loaded_nccl({"VLLM_NCCL_SO_PATH": str(built)})
+    assert (loaded.path, loaded.version) == (str(built), "2.29.7")
+    assert nccl.loaded_nccl({"VLLM_NCCL_SO_PATH": str(built) + ".no"}) is None  # vLLM looks nowhere else then
+    found = collective.silent_collective(communicators(through_torch), {"VLLM_NCCL_SO_PATH": str(built)}, silent)
+    assert found[0] == "defect" and f"({built}) lacks ncclAllReduce, ncclCommSuspend" in found[1]
 
 
 # --- attention layer --------------------------------------------------------------------------------------------------
@@ -174,8 +211,8 @@ def attention(gathers=True, combines=True):
     return SimpleNamespace(DeepseekV32Attention=DeepseekV32Attention)
 
 
-def self_rows(layer):
-    return routing.TOKENS
+def self_rows(attention_layer):
+    return layer.TOKENS
 
 
 @pytest.mark.parametrize(
@@ -187,19 +224,19 @@ def self_rows(layer):
     ],
 )
 def test_a_layer_that_leaves_out_a_step_is_named_for_it(gathers, combines, says):
-    verdict, evidence = routing.combine_routing(attention(gathers, combines), routing.Collaborators(), silent)
+    verdict, evidence = routing.combine_routing(attention(gathers, combines), layer.Collaborators(), silent)
     assert verdict == "defect" and says in evidence
 
 
 def test_a_layer_that_does_both_is_ok_and_a_new_one_is_not_judged():
-    verdict, evidence = routing.combine_routing(attention(), routing.Collaborators(), silent)
+    verdict, evidence = routing.combine_routing(attention(), layer.Collaborators(), silent)
     assert verdict == "ok" and "does not know PCP" in evidence
     with pytest.raises(NotRun, match="no longer defines"):
-        routing.combine_routing(SimpleNamespace(), routing.Collaborators(), silent)
+        routing.combine_routing(SimpleNamespace(), layer.Collaborators(), silent)
     newer = attention()
     newer.DeepseekV32Attention.forward = lambda self, positions, hidden: self.plan.run()
     with pytest.raises(NotRun, match="plan"):
-        routing.combine_routing(newer, routing.Collaborators(), silent)
+        routing.combine_routing(newer, layer.Collaborators(), silent)
 
 
 # --- the world --------------------------------------------------------------------------------------------------------

@@ -2,6 +2,8 @@
 
 import inspect
 import logging
+import os
+import subprocess
 import sys
 import tomllib
 import types
@@ -417,7 +419,9 @@ def test_another_platform_is_left_alone(vllm, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("switch", "defects", "says"), [("0", {"query-rows"}, "switched off"), ("1", set(), "nothing is changed")]
+    ("switch", "defects", "says"),
+    [(off, {"query-rows"}, "switched off") for off in ("0", "false", "OFF", "no")]
+    + [("1", set(), "nothing is changed")],
 )
 def test_it_does_nothing_and_says_so(vllm, monkeypatch, caplog, switch, defects, says):
     vllm()
@@ -559,9 +563,138 @@ def test_the_switch_turns_putting_back_off_as_well(vllm, monkeypatch):
     assert not hasattr(imported("vllm.models.deepseek_v32.attention").fused_norm_rope, "put_back")
 
 
-def test_a_defect_that_does_not_exist_is_no_put_back(vllm, monkeypatch):
+def test_a_defect_that_does_not_exist_is_no_put_back(vllm, monkeypatch, caplog):
     vllm()
     monkeypatch.setenv(put_back.VARIABLE, "k-rows,workspace")
     monkeypatch.setattr(matrix, "recorded_defects", lambda root: set())
+    plugin.register()  # out of which nothing comes; the ladder checks the names before it boots
+    assert "'workspace' is no defect that can be put back" in caplog.text
+    assert not any(isinstance(finder, plugin.AfterImport) for finder in sys.meta_path)
     with pytest.raises(ValueError, match="'workspace' is no defect that can be put back"):
-        plugin.register()
+        put_back.parse("k-rows,workspace")
+
+
+# --- the plugin never harms -------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def unknown(vllm, monkeypatch):
+    """A vllm that is not in the matrix and has the defect k-rows; and how often it was probed."""
+    probed = []
+
+    def probe_target(target, *, on_cpu):
+        probed.append(target.root)
+        return [runner.Finding("k-rows", "defect", "", "", "")]
+
+    monkeypatch.setattr(runner, "probe_target", probe_target)
+    vllm()
+    return probed
+
+
+def repaired() -> bool:
+    return hasattr(imported("vllm.models.deepseek_v32.attention").fused_norm_rope, "is_dcp_fix")
+
+
+def raising(error):
+    """A function that does nothing else."""
+
+    def fail(*arguments, **options):
+        raise error
+
+    return fail
+
+
+def test_a_user_without_a_home_is_served_uncached(unknown, monkeypatch, caplog):
+    for name in ("DCP_FIX_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(Path, "home", raising(RuntimeError("Could not determine home directory.")))
+    plugin.register()
+    assert "not cached" in caplog.text and "set DCP_FIX_CACHE" in caplog.text
+    assert repaired() and len(unknown) == 1
+
+
+@pytest.mark.parametrize("place", ["file", "file/below", "/dev/null/below", "/proc/self/below", "locked/below"])
+def test_a_cache_folder_that_cannot_be_written_only_costs_the_next_start(unknown, monkeypatch, tmp_path, caplog, place):
+    (tmp_path / "file").touch()
+    (tmp_path / "locked").mkdir(mode=0o000)
+    monkeypatch.setenv("DCP_FIX_CACHE", str(tmp_path / place))
+    plugin.register()
+    if not place.startswith("locked") or os.geteuid():  # root writes anywhere
+        assert "not cached" in caplog.text
+    assert repaired() and len(unknown) == 1
+
+
+DAMAGED = [b"", b"{", b"\xff\xfe", b"3", b"[3]", b'["other"]', b"[[1]]", b"[" * 60_000, b'"k-rows"', None]
+
+
+@pytest.mark.parametrize("damage", DAMAGED, ids=range(10))
+def test_a_damaged_cache_file_is_probed_anew(unknown, monkeypatch, tmp_path, damage):
+    monkeypatch.setenv("DCP_FIX_CACHE", str(tmp_path / "cache"))
+    plugin.register()
+    (cached,) = (tmp_path / "cache/probed").iterdir()
+    if damage is None:
+        cached.unlink()
+        cached.mkdir()
+    else:
+        cached.write_bytes(damage)
+    plugin.register()
+    assert len(unknown) == 2 and repaired()
+    plugin.register()
+    assert len(unknown) == (3 if damage is None else 2)
+
+
+def test_many_processes_at_once_write_one_whole_cache_file(tmp_path):
+    code = "import sys; from pathlib import Path; from dcp_fix.vllm.plugin import keep\n"
+    code += "for _ in range(200): keep(Path(sys.argv[1]), sys.argv[2] * 9999)"
+    place = tmp_path / "probed/x.json"
+    writers = [subprocess.Popen([sys.executable, "-c", code, place, letter]) for letter in "ab"]
+    while any(writer.poll() is None for writer in writers):
+        if place.exists():
+            assert place.read_text() in ("a" * 9999, "b" * 9999)
+    assert [writer.returncode for writer in writers] == [0, 0] and list(place.parent.iterdir()) == [place]
+
+
+@pytest.mark.parametrize("error", [RuntimeError("x"), OSError("x"), KeyError("x"), RecursionError(), MemoryError()])
+def test_nothing_leaves_register(vllm, monkeypatch, caplog, error):
+    vllm()
+    monkeypatch.setattr(plugin, "find_defects", raising(error))
+    plugin.register()
+    assert f"nothing is repaired, the plugin failed: {type(error).__name__}" in caplog.text
+
+
+def test_without_vllm_or_with_a_folder_of_that_name_it_only_says_so(vllm, monkeypatch, tmp_path, caplog):
+    (tmp_path / "empty").mkdir()
+    monkeypatch.setattr(sys, "path", [str(tmp_path / "empty")])
+    plugin.register()
+    assert "there is no vllm to import" in caplog.text
+    (tmp_path / "empty/vllm").mkdir()
+    monkeypatch.setattr(plugin, "find_defects", lambda root: set())
+    plugin.register()
+    assert not any(isinstance(finder, plugin.AfterImport) for finder in sys.meta_path)
+
+
+def test_a_damaged_matrix_of_ours_is_no_reason_to_fail(unknown, monkeypatch, tmp_path, caplog):
+    monkeypatch.setenv("DCP_FIX_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(matrix, "MATRIX", tmp_path / "matrix.json")
+    for damage in ("", "{}", '{"releases": [3]}'):
+        (tmp_path / "matrix.json").write_text(damage)
+        assert plugin.find_defects(tmp_path) == {"k-rows"}
+    assert caplog.text.count("the release matrix cannot be read") == 3 and len(unknown) == 1
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_another_user_without_an_entry_and_without_a_home_starts_vllm(vllm, tmp_path):
+    root = vllm()
+    imports = "dcp_fix.vllm.plugin, dcp_fix.vllm.doctor.matrix, dcp_fix.vllm.doctor.release"
+    code = (
+        f"import logging, os, sys, {imports}\nfrom dcp_fix.vllm import plugin\nfrom dcp_fix.vllm.doctor import runner\n"
+    )
+    code += "logging.basicConfig(stream=sys.stdout, level='INFO')\nrunner.probe_target = lambda *a, **k: []\n"
+    code += "spec = plugin.importlib.util.find_spec('vllm')\nplugin.importlib.util.find_spec = lambda name: spec\n"
+    code += "os.setgroups([])\nos.setgid(54321)\nos.setuid(54321)\nplugin.register()"
+    environment = {"PYTHONPATH": f"{Path(__file__).parents[2]}:{root}", "PATH": os.environ["PATH"]}
+    done = subprocess.run([sys.executable, "-B", "-c", code], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert (
+        "not cached" in done.stdout or "the plugin failed: PermissionError" in done.stdout
+    )  # it may not even read vLLM

@@ -16,6 +16,7 @@ from dcp_fix.evidence import recorded, records
 from dcp_fix.tiny import corpus
 from dcp_fix.vllm import boot_log, preflight, put_back, questions, real_ladder, real_ladder_report
 from dcp_fix.vllm.real_ladder import INSTALLED, PLUGIN, REFERENCE, WORKAROUND, Settings
+from tests import serve_sources
 from tests.vllm import lookalike
 
 pytestmark = pytest.mark.timeout(120)
@@ -279,11 +280,7 @@ def test_a_plugin_that_vllm_would_not_find(host, monkeypatch):
 
 
 def test_the_doctors_rules_refuse_before_anything_boots(host):
-    folder = host.path / "site/vllm/v1/attention/backends/mla"
-    folder.mkdir(parents=True)
-    (folder / "flashmla_sparse.py").write_text(
-        "MIN_HEADS_FOR_BF16_PREFILL = 32\ncan_return_lse_for_decode = True\nif decode_context_parallel_size > 1: pass\n"
-    )
+    serve_sources.write(host.path / "site")
     model = host.path / "model"
     model.mkdir()
     (model / "config.json").write_text(json.dumps({"num_attention_heads": 64, "model_type": "glm_moe_dsa"}))

@@ -3,8 +3,12 @@
     target.py     what is examined: installed, wheel, folder, release        nothing of it is executed
     runner.py     one child process per target, with a time limit            nothing of it is executed
     child.py      the child: loads parts of the target, runs the probes      *executes the target's code*
-    world.py      how single modules run without importing vLLM
-    probes/       the eight probes
+    world.py      how single modules run without importing vLLM, among stand_ins.py
+    leash.py      ends the child and all that it started
+    probes/       what is asked of a target, one module per part of it
+    serve_*.py    a `vllm serve` command, read as the target's own parser would    nothing of it is executed
+    symptom.py    from what a user sees to the probe that can tell
+    reach.py      who runs the module that the probes look at
     report.py     the command: table, JSON, exit status
     matrix.py     the recorded report over all releases
 

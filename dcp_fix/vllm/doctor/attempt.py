@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from dcp_fix.vllm.doctor.world import StandInReached
+from dcp_fix.vllm.doctor.stand_ins import StandInReached
 
 
 class NotRun(Exception):

@@ -1,8 +1,9 @@
 """The child process: loads the target's code, runs the probes that it is told to, and reports line by line.
 
-    python -P -m dcp_fix.vllm.doctor.child FD REQUEST
+    python -P -m dcp_fix.vllm.doctor.child LIFELINE FD REQUEST
 
-REQUEST is JSON: {"root", "version", "probes": [ids], "fixes": [ids the plugin is to repair], "environment": {VLLM_*}}.
+Started as two processes: one does the work, the other ends it and all that it started (leash.py). REQUEST is JSON:
+{"root", "version", "probes": [ids], "fixes": [ids the plugin is to repair], "environment": {VLLM_*}}.
 Each line written to file descriptor FD is JSON: {"begin": id, "case": text, "control": bool} before anything that could
 hang or crash, {"id", "verdict", "evidence"} for each probe that ended, {"end": true} last. The target's own output goes
 nowhere.
@@ -23,7 +24,7 @@ def main(channel: int, request: dict):
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if device == "cpu":
         os.environ["TRITON_INTERPRET"] = "1"  # read when a kernel is decorated, so before any target module
-    from dcp_fix.vllm.doctor.world import complete_interpreter
+    from dcp_fix.vllm.doctor.stand_ins import complete_interpreter
 
     if device == "cpu":
         complete_interpreter()
@@ -111,8 +112,9 @@ def combine_routing(session, progress):
     """Load the attention layer among recording collaborators, route it if asked, and watch it."""
     from dcp_fix.vllm.doctor.probes import routing
     from dcp_fix.vllm.doctor.probes.launch import HELPERS
+    from dcp_fix.vllm.doctor.probes.layer import Collaborators
 
-    collaborators = routing.Collaborators()
+    collaborators = Collaborators()
     with session.world((*routing.ATTENTION, *HELPERS), collaborators.stand_ins()) as world:
         attention = routing.load_attention(world)
         if "combine-routing" in session.fixes:
@@ -161,6 +163,23 @@ def silent_collective(session, progress):
         return collective.silent_collective(modules, session.environment, progress)
 
 
+def flashinfer_workspace(session, progress):
+    """Ask the target's FlashInfer backend how much workspace it would give its kernel."""
+    from dcp_fix.vllm.doctor.probes import flashinfer
+
+    with session.world(flashinfer.REAL, flashinfer.STAND_INS) as world:
+        return flashinfer.flashinfer_workspace(world, progress)
+
+
+def direct_a2a_layout(session, progress):
+    """Ask the target's DCP manager where it sends a strided partial output."""
+    from dcp_fix.vllm.doctor.probes import dcp_layout
+    from dcp_fix.vllm.doctor.probes.launch import HELPERS
+
+    with session.world(HELPERS) as world:
+        return dcp_layout.direct_a2a_layout(dcp_layout.load_manager(world), progress)
+
+
 RUN = {
     "query-rows": on_kernel("query_rows"),
     "combine-routing": combine_routing,
@@ -169,7 +188,12 @@ RUN = {
     "split-workspace": split_workspace,
     "empty-rows": empty_rows,
     "silent-collective": silent_collective,
+    "flashinfer-workspace": flashinfer_workspace,
+    "direct-a2a-layout": direct_a2a_layout,
 }
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]), json.loads(sys.argv[2]))
+    from dcp_fix.vllm.doctor.leash import leashed
+
+    told = int(sys.argv[2]), json.loads(sys.argv[3])
+    leashed(int(sys.argv[1]), told[0], lambda: main(*told))

@@ -18,9 +18,12 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
+from dcp_fix.vllm.doctor.opening import opened
 from dcp_fix.vllm.doctor.probes import PROBES
 from dcp_fix.vllm.doctor.probes.recorded import RECORDED, workspace_verdict
-from dcp_fix.vllm.doctor.target import TargetError, fetch_release, opened
+from dcp_fix.vllm.doctor.reach import reach
+from dcp_fix.vllm.doctor.release import fetch_release
+from dcp_fix.vllm.doctor.target import TargetError
 
 MATRIX = Path(__file__).parent / "release_matrix.json"
 FIRST = (0, 26, 0)
@@ -67,9 +70,10 @@ def entry(version: str) -> dict:
     if report.error:
         raise TargetError(report.error)
     with opened(str(fetch_release(version))) as target:
-        files = digests(target.root)
+        files, who = digests(target.root), reach(target.root)
     probes = [asdict(probe) for probe in report.probes]
-    return {"target": report.target, "version": report.version, "probes": probes, "files": files}
+    reached = {"default": who.default, "short": who.short, "how": who.how}
+    return {"target": report.target, "version": report.version, "reach": reached, "probes": probes, "files": files}
 
 
 def record():
@@ -77,7 +81,7 @@ def record():
     import torch
     import triton
 
-    from dcp_fix.vllm.doctor.report import write_json
+    from dcp_fix.evidence.records import write_json
 
     versions = dict(python=platform.python_version(), torch=torch.__version__, triton=triton.__version__)
     result = {"command": "python -m dcp_fix.vllm.doctor.matrix", "versions": versions}
@@ -91,7 +95,7 @@ def record():
         result["releases"] = {release["version"]: workspace_of(release) for release in entries}
     else:
         result["releases"] = entries
-    write_json(path, json.dumps(result, indent=1) + "\n")
+    write_json(path, result)
 
 
 def workspace_of(release: dict) -> dict:
@@ -118,13 +122,17 @@ def recorded_defects(root: Path) -> set[str] | None:
 
 
 def markdown() -> str:
-    """A row per release, a column per probe; the workspace is what was recorded on a GPU."""
+    """A row per release, a column per probe; the workspace is what was recorded on a GPU.
+
+    The second column says who runs the module that the probes of the kernel and of the attention layer look at.
+    """
     ids = [probe.id for probe in PROBES if probe.needs != "serve-args"]
-    lines = [f"| vLLM | {' | '.join(ids)} |", "|" + " --- |" * (len(ids) + 1)]
+    lines = [f"| vLLM | module reached | {' | '.join(ids)} |", "|" + " --- |" * (len(ids) + 2)]
     for release in load()["releases"]:
         verdicts = {probe["id"]: probe["verdict"] for probe in release["probes"]}
         verdicts["split-workspace"] = workspace_verdict(release["version"])
-        lines.append(f"| {release['version']} | {' | '.join(SYMBOLS[verdicts[name]] for name in ids)} |")
+        cells = [release["version"], release["reach"]["short"], *(SYMBOLS[verdicts[name]] for name in ids)]
+        lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines) + "\n"
 
 

@@ -5,17 +5,28 @@ needs nothing but the target. The highest of all targets counts. Standard output
 the JSON and nothing else; errors and progress go to standard error.
 """
 
+import contextlib
 import json as jsonlib
+import os
+import signal
 import sys
+import tempfile
+import threading
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
 
+from dcp_fix.errors import UserError
+from dcp_fix.vllm.doctor.opening import opened
 from dcp_fix.vllm.doctor.probes import PROBES
+from dcp_fix.vllm.doctor.reach import PROBED, reach
+from dcp_fix.vllm.doctor.release import fetch_release
 from dcp_fix.vllm.doctor.runner import Finding, finding, probe_target
-from dcp_fix.vllm.doctor.target import TargetError, fetch_release, opened
+from dcp_fix.vllm.doctor.target import TargetError
+from dcp_fix.vllm.printable import printable
 from dcp_fix.vllm.repairs import REPAIRED
 
 COLOURS = {"ok": "green", "defect": "bold red", "not-applicable": "dim", "not-run": "yellow"}
@@ -23,16 +34,19 @@ COLOURS = {"ok": "green", "defect": "bold red", "not-applicable": "dim", "not-ru
 
 @dataclass(frozen=True)
 class Report:
-    """One target. `error` is set where nothing of it could be read; `note` says what the plugin did."""
+    """One target. `error` is set where nothing of it could be read; `notes`: what else there is to know of it."""
 
     target: str
     version: str | None
     probes: list[Finding]
     error: str | None = None
-    note: str | None = None
+    notes: tuple[str, ...] = ()
+    reach: str | None = None
 
     def as_json(self) -> dict:
-        return {"target": self.target, "version": self.version, "probes": [asdict(probe) for probe in self.probes]}
+        probes = [asdict(probe) for probe in self.probes]
+        head = {"target": self.target, "version": self.version, "reach": self.reach, "notes": list(self.notes)}
+        return {**head, "probes": probes}
 
     def status(self) -> int:
         by_itself = {probe.id for probe in PROBES if not probe.needs}
@@ -43,20 +57,20 @@ class Report:
 
 def examine(spec: str | None, *, release: str | None = None, with_plugin: bool = False, serve_args=None) -> Report:
     """The report of one target: a path, a release, or (both None) the vLLM of this environment. Never raises for it."""
+    name = f"vllm=={release}" if release else spec or "installed"
     try:
         with opened(str(fetch_release(release)) if release else spec) as target:
-            name = f"vllm=={release}" if release else target.name
-            findings, note = probe_target(target, serve_args=serve_args), None
+            who = reach(target.root).how
+            findings, notes = probe_target(target, serve_args=serve_args), [target.note] if target.note else []
             if with_plugin:
                 fixes = [f.id for f in findings if f.verdict == "defect" and f.id in REPAIRED]
-                note = (
-                    f"with the plugin, which repairs: {', '.join(fixes)}" if fixes else "the plugin does nothing here"
-                )
                 findings = probe_target(target, fixes=fixes, serve_args=serve_args) if fixes else findings
-            return Report(name, target.version, findings, note=note)
+                notes.append(
+                    f"with the plugin, which repairs: {', '.join(fixes)}" if fixes else "the plugin does nothing"
+                )
+            return Report(name if release else target.name, target.version, findings, notes=tuple(notes), reach=who)
     except TargetError as error:
-        name = f"vllm=={release}" if release else spec or "installed"
-        return Report(name, None, [finding(probe, "not-run", str(error)) for probe in PROBES], error=str(error))
+        return Report(printable(name), None, [finding(p, "not-run", str(error)) for p in PROBES], error=str(error))
 
 
 # --- output -----------------------------------------------------------------------------------------------------------
@@ -64,43 +78,116 @@ def examine(spec: str | None, *, release: str | None = None, with_plugin: bool =
 
 def print_table(console: Console, report: Report):
     """One target: a table, then a line per defect with its remedy."""
-    title = f"{report.target}  (vLLM {report.version or 'of unknown version'})"
-    table = Table(title=title, title_justify="left", caption=report.note, caption_justify="left")
+    title = Text(f"{report.target}  (vLLM {report.version or 'of unknown version'})")
+    caption = Text("\n".join(report.notes)) if report.notes else None
+    table = Table(title=title, title_justify="left", caption=caption, caption_justify="left")
     for column in ("probe", "verdict", "evidence"):
         table.add_column(column, no_wrap=column != "evidence")
     for probe in report.probes:
-        table.add_row(probe.id, f"[{COLOURS[probe.verdict]}]{probe.verdict}[/]", probe.evidence.replace("[", r"\["))
+        table.add_row(probe.id, f"[{COLOURS[probe.verdict]}]{probe.verdict}[/]", Text(probe.evidence))
     console.print(table)
     for probe in report.probes:
         if probe.verdict == "defect":
             console.print(f"{probe.id}: {probe.remedy} ({probe.reference})", highlight=False, markup=False)
+    looked_at = {probe.id for probe in PROBES if probe.code in PROBED}
+    if report.reach and any(f.verdict == "defect" and f.id in looked_at for f in report.probes):
+        console.print(f"who is affected: {report.reach}", highlight=False, markup=False)
     console.print()
 
 
-def write_json(path: Path, text: str):
-    """The whole file or none of it."""
-    part = path.with_name(path.name + ".part")
-    part.write_text(text, encoding="utf-8")
-    part.replace(path)
+def write(content, json: str) -> None:
+    """To the file `json`; `-` is standard output. Raises UserError where that cannot be."""
+    text = jsonlib.dumps(content, indent=2) + "\n"
+    try:
+        sys.stdout.write(text) if json == "-" else write_file(Path(json), text)
+    except (OSError, ValueError) as error:
+        raise UserError(f"--json {printable(json)}: {getattr(error, 'strerror', None) or error}") from error
+
+
+def check_place(json: str) -> None:
+    """Raise UserError if `json` cannot be written to: better before the probes than after them."""
+    path = Path(json)
+    try:
+        if path.is_dir():
+            why = "is a folder; name a file"
+        elif not path.absolute().parent.is_dir():
+            why = f"'{printable(str(path.parent))}' is no folder: make it first"
+        elif not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
+            why = "cannot be written to"
+        else:
+            return
+    except (OSError, ValueError) as error:
+        why = getattr(error, "strerror", None) or str(error)
+    raise UserError(f"--json {printable(json)}: {why}")
+
+
+def write_file(path: Path, text: str) -> None:
+    """The whole file or none of it, by way of a new file beside it. A device or a pipe is written to as it is.
+
+    Not by way of `evidence.records`, which imports torch: longer than the rest of the command takes.
+    """
+    path = path.resolve()
+    if path.exists() and not path.is_file():
+        path.write_text(text, encoding="utf-8")
+        return
+    mode = path.stat().st_mode & 0o777 if path.exists() else 0o666 & ~current_umask()
+    number, temporary = tempfile.mkstemp(dir=path.parent, prefix=".dcp-fix-")
+    try:
+        with os.fdopen(number, "w", encoding="utf-8") as file:
+            file.write(text)
+        os.chmod(temporary, mode)
+        os.replace(temporary, path)
+    except BaseException:
+        os.unlink(temporary)
+        raise
+
+
+def current_umask() -> int:
+    """Which can only be read by setting it."""
+    mask = os.umask(0o077)
+    os.umask(mask)
+    return mask
+
+
+@contextlib.contextmanager
+def signals_that_end():
+    """SIGINT, SIGTERM and SIGHUP end the command as an exception does: children and unpacked wheels go first."""
+
+    def leave(number, frame):
+        raise SystemExit(128 + number)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = {number: signal.signal(number, leave) for number in numbers if signal.getsignal(number) != signal.SIG_IGN}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def main(targets, *, releases=(), with_plugin=False, serve_args=None, json: str | None = None) -> int:
     """Examine every target in turn; returns the exit status."""
     if serve_args is not None:
-        from dcp_fix.vllm.doctor.probes.configuration import parse
+        from dcp_fix.vllm.doctor.probes.arguments import checked
 
-        parse(serve_args)  # a mistake in them is the caller's, and is said before any probe runs
+        checked(serve_args)  # a mistake in them is the caller's, and is said before any probe runs
+    if json not in (None, "-"):
+        check_place(json)
     jobs = [*((t, None) for t in targets), *((None, r) for r in releases)] or [(None, None)]
     console, errors, reports = Console(soft_wrap=False), Console(stderr=True), []
-    for spec, release in jobs:
-        with errors.status(f"examining {release or spec or 'the vLLM of this environment'}"):
-            report = examine(spec, release=release, with_plugin=with_plugin, serve_args=serve_args)
-        reports.append(report)
+    with signals_that_end():
+        for spec, release in jobs:
+            what = printable(release or spec or "the vLLM of this environment")
+            with errors.status(Text(f"examining {what}")):
+                reports.append(examine(spec, release=release, with_plugin=with_plugin, serve_args=serve_args))
+    if json:
+        write([report.as_json() for report in reports], json)
+    for report in reports:
         if report.error:
             print(f"error: {report.error}", file=sys.stderr)
         elif json != "-":
             print_table(console, report)
-    if json:
-        text = jsonlib.dumps([report.as_json() for report in reports], indent=2) + "\n"
-        sys.stdout.write(text) if json == "-" else write_json(Path(json), text)
     return max(report.status() for report in reports)

@@ -5,6 +5,7 @@ that are left. What the last line from it says decides the verdict: while loadin
 all that need the same code are `not-run`; in a case whose control has passed, the hang or crash is the defect.
 """
 
+import contextlib
 import json
 import os
 import selectors
@@ -17,9 +18,12 @@ from pathlib import Path
 
 from dcp_fix.vllm.doctor.probes import PROBES, VERDICTS, Probe
 from dcp_fix.vllm.doctor.target import Target
+from dcp_fix.vllm.printable import printable
 
 TIME_LIMIT = 60.0  # seconds for one target; it takes 3 to 5
 MESSAGE_LIMIT = 1 << 20  # bytes that a child may report; it reports about 10 kB
+EVIDENCE_LIMIT = 2000  # characters; the longest that a probe writes is 700
+LEASH = 10.0  # seconds for a child to end what it started
 END = b'{"end": true}\n'
 
 
@@ -68,9 +72,10 @@ def configuration(target: Target, serve_args) -> dict:
     """The one probe that runs nothing of the target, so it needs no child."""
     if serve_args is None:
         return {"configuration": ("not-run", 'needs the arguments of `vllm serve`: --serve-args "..."')}
-    from dcp_fix.vllm.doctor.probes.configuration import configuration, parse
+    from dcp_fix.vllm.doctor.probes.arguments import checked
+    from dcp_fix.vllm.doctor.probes.configuration import configuration
 
-    return {"configuration": configuration(parse(serve_args), target.root)}
+    return {"configuration": configuration(checked(serve_args), target.root)}
 
 
 def blame(left: list[Probe], last: dict | None, end: str) -> dict:
@@ -78,7 +83,7 @@ def blame(left: list[Probe], last: dict | None, end: str) -> dict:
     running = next((probe for probe in left if last and probe.id == last.get("begin")), None)
     if running is None:
         return {probe.id: ("not-run", f"the probe process {end} before it reported anything") for probe in left}
-    where = f"the target's code {end} in: {last['case']}"
+    where = f"the target's code {end} in: {printable(last['case'])}"
     if not last["control"]:
         return {running.id: ("defect", where)}
     return {probe.id: ("not-run", where) for probe in left if probe.code == running.code}
@@ -90,25 +95,30 @@ def blame(left: list[Probe], last: dict | None, end: str) -> dict:
 def run_child(request: dict, probes: list[str], deadline: float) -> tuple[dict, dict | None, str]:
     """({id: (verdict, evidence)}, the last `begin` message, how the child ended)"""
     reader, writer = os.pipe()
+    leash, held = os.pipe()
     environment = {name: value for name, value in os.environ.items() if name.startswith("VLLM_")}
     request = {**request, "probes": probes, "environment": environment}
-    command = [sys.executable, "-P", "-m", "dcp_fix.vllm.doctor.child", str(writer), json.dumps(request)]
-    try:
-        child = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            pass_fds=[writer],
-            env=child_environment(request["on_cpu"]),
-            start_new_session=True,
-        )
-    finally:
-        os.close(writer)
-    with os.fdopen(reader, "rb") as pipe:
-        text, in_time = read_until(pipe, deadline)
-    end = finish(child, in_time)
-    return *parse_lines(text), end
+    command = [sys.executable, "-P", "-m", "dcp_fix.vllm.doctor.child", str(leash), str(writer), json.dumps(request)]
+    with os.fdopen(reader, "rb") as pipe, os.fdopen(held, "wb", buffering=0) as lifeline:
+        try:
+            child = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                pass_fds=[leash, writer],
+                env=child_environment(request["on_cpu"]),
+                start_new_session=True,
+            )
+        finally:
+            os.close(writer)
+            os.close(leash)
+        in_time, text = False, b""
+        try:
+            text, in_time = read_until(pipe, deadline)
+        finally:  # also when this process is interrupted
+            end = finish(child, lifeline, in_time)
+    return *parse_lines(text, probes), end
 
 
 def child_environment(on_cpu: bool) -> dict:
@@ -138,33 +148,58 @@ def read_until(pipe, deadline: float) -> tuple[bytes, bool]:
     return b"".join(parts), False
 
 
-def finish(child: subprocess.Popen, in_time: bool) -> str:
-    """How it ended, as the end of a sentence. Its whole process group is gone afterwards."""
+def finish(child: subprocess.Popen, lifeline, in_time: bool) -> str:
+    """How it ended, as the end of a sentence. It and what it started are gone afterwards, see leash.py."""
     if in_time:
         try:
             child.wait(timeout=5)
         except subprocess.TimeoutExpired:
             in_time = False
+    with contextlib.suppress(BrokenPipeError):
+        lifeline.write(b".")
     try:
-        os.killpg(child.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
-    code = child.wait()
+        code = child.wait(timeout=LEASH)
+    except subprocess.TimeoutExpired:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child.pid, signal.SIGKILL)
+        code = child.wait()
     if not in_time:
         return "did not end within the time limit"
     return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended the process (exit status {code})"
 
 
-def parse_lines(text: bytes) -> tuple[dict, dict | None]:
-    """Findings, and the last `begin`. Lines that are not ours are ignored: the target may have written to the pipe."""
-    said, last = {}, None
+def parse_lines(text: bytes, asked: list[str]) -> tuple[dict, dict | None]:
+    """Findings, and the last `begin`. Other lines are ignored: the target may have written to the pipe.
+
+    A line that would be a finding and is none, or that no parser can hold, makes the running probe `not-run`.
+    """
+    said, last, nonsense = {}, None, {}
     for line in text.decode("utf-8", errors="replace").splitlines():
         try:
             message = json.loads(line)
         except ValueError:
             continue
-        if isinstance(message, dict) and {"begin", "case", "control"} <= message.keys():
+        except RecursionError:
+            message = {"verdict": None}
+        if not isinstance(message, dict):
+            continue
+        if is_begin(message, asked):
             last = message
-        elif isinstance(message, dict) and message.get("verdict") in VERDICTS:
-            said[message["id"]] = (message["verdict"], message["evidence"])
-    return said, last
+        elif is_finding(message, asked):
+            said[message["id"]] = (message["verdict"], printable(message["evidence"], EVIDENCE_LIMIT))
+        elif "verdict" in message and last:
+            nonsense[last["begin"]] = ("not-run", "its child answered nonsense: a verdict that is none")
+    return said | nonsense, last
+
+
+def is_begin(message: dict, asked: list[str]) -> bool:
+    """Whether it announces a case of a probe that was asked for."""
+    begin, case, control = (message.get(key) for key in ("begin", "case", "control"))
+    return isinstance(begin, str) and begin in asked and isinstance(case, str) and isinstance(control, bool)
+
+
+def is_finding(message: dict, asked: list[str]) -> bool:
+    """Whether it is the verdict of a probe that was asked for."""
+    probe, verdict, evidence = (message.get(key) for key in ("id", "verdict", "evidence"))
+    strings = all(isinstance(value, str) for value in (probe, verdict, evidence))
+    return strings and probe in asked and verdict in VERDICTS

@@ -6,19 +6,18 @@ through torch.distributed (a stand-in that knows it). Returning the poison is th
 stale memory, while every other part of the run looks healthy.
 
 Which symbols the target asks of NCCL is found by loading its wrapper on a library that lacks one symbol at a time. The
-environment's NCCL is looked for where vLLM looks, without initialising a GPU.
+environment's NCCL is looked for where vLLM looks (nccl.py).
 """
 
-import ctypes
-import ctypes.util
-import importlib.util
-from pathlib import Path
 from types import SimpleNamespace
 
 import torch
 
 from dcp_fix.vllm.doctor.attempt import NotRun, attempt, one_line
-from dcp_fix.vllm.doctor.world import World, module, unwritten_memory_is_nan
+from dcp_fix.vllm.doctor.probes import nccl
+from dcp_fix.vllm.doctor.stand_ins import module
+from dcp_fix.vllm.doctor.unwritten import unwritten_memory_is_nan
+from dcp_fix.vllm.doctor.world import World
 
 FOLDER = "vllm.distributed.device_communicators"
 REAL = tuple(
@@ -124,46 +123,18 @@ def loads(wrapper, library) -> bool:
         wrapper.ctypes = real
 
 
-def environment_nccl(environment) -> ctypes.CDLL | None:
-    """The library that vLLM would load here: VLLM_NCCL_SO_PATH, the nvidia-nccl package, the system's."""
-    package = importlib.util.find_spec("nvidia")
-    folders = list(package.submodule_search_locations or []) if package else []
-    candidates = [environment.get("VLLM_NCCL_SO_PATH"), *(str(Path(f, "nccl/lib/libnccl.so.2")) for f in folders)]
-    candidates.append(ctypes.util.find_library("nccl"))
-    for path in filter(None, candidates):
-        loaded = attempt(lambda path=path: ctypes.CDLL(path))
-        if not loaded.raised:
-            return loaded.value
-    return None
-
-
-def nccl_version(library) -> str:
-    """'2.29.7', as the library itself says."""
-    number = ctypes.c_int()
-    library.ncclGetVersion(ctypes.byref(number))
-    return f"{number.value // 10000}.{number.value // 100 % 100}.{number.value % 100}"
-
-
 def about_nccl(wrapper, environment) -> tuple[bool, str]:
     """(no reason to expect a disabled communicator here, a sentence)"""
-    if environment.get("VLLM_DISABLE_PYNCCL", "0") not in ("", "0"):
-        return False, f"VLLM_DISABLE_PYNCCL={environment['VLLM_DISABLE_PYNCCL']} disables it in this environment"
+    if setting := nccl.disabled_by(environment):
+        return False, f"{setting} disables it in this environment"
     outcome = attempt(lambda: required_symbols(wrapper))
     if outcome.raised:
         return True, f"which NCCL this vLLM needs is unknown ({one_line(outcome.raised)})"
     needed = max((SINCE[name] for name in outcome.value if name in SINCE), default=None)
     wanted = "it needs NCCL " + (".".join(map(str, needed)) + " or newer" if needed else "of any version")
-    library = environment_nccl(environment)
-    if library is None:
-        return True, f"{wanted}, and this environment has none to check"
-    missing = [name for name in outcome.value if not hasattr(library, name)]
-    version = nccl_version(library)
-    if missing:
-        return (
-            False,
-            f"{wanted}, and NCCL {version} here lacks {', '.join(missing)}: it will be disabled",
-        )
-    return True, f"{wanted}, and NCCL {version} here will do"
+    loaded = nccl.loaded_nccl(environment)
+    missing = [name for name in outcome.value if loaded and not hasattr(loaded.library, name)]
+    return not missing, f"{wanted}, and {nccl.describe(loaded, missing, nccl.installed_nccl())}"
 
 
 def silent_collective(modules, environment, progress) -> tuple[str, str]:

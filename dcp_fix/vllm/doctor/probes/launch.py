@@ -11,7 +11,9 @@ from dataclasses import dataclass, replace
 import torch
 
 from dcp_fix.vllm.doctor.attempt import NotRun
-from dcp_fix.vllm.doctor.world import World, module, unwritten_memory_is_nan
+from dcp_fix.vllm.doctor.stand_ins import module
+from dcp_fix.vllm.doctor.unwritten import unwritten_memory_is_nan
+from dcp_fix.vllm.doctor.world import World
 from dcp_fix.vllm.signature import changes
 
 KERNELS = ("vllm.models.deepseek_v32.common.kernels", "vllm.models.deepseek_v32.nvidia.kernels")

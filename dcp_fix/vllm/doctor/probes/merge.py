@@ -18,7 +18,8 @@ import math
 import torch
 
 from dcp_fix.vllm.doctor.attempt import NotRun, attempt, one_line
-from dcp_fix.vllm.doctor.world import World, unwritten_memory_is_nan
+from dcp_fix.vllm.doctor.unwritten import unwritten_memory_is_nan
+from dcp_fix.vllm.doctor.world import World
 
 MERGES = ("vllm.v1.attention.ops.dcp", "vllm.v1.attention.ops.common", "vllm.v1.attention.ops.dcp_alltoall")
 BACKENDS = {

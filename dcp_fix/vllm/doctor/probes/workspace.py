@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from dcp_fix.vllm.doctor.attempt import NotRun, attempt, one_line
-from dcp_fix.vllm.doctor.world import module
+from dcp_fix.vllm.doctor.stand_ins import module
 
 LIBRARY = "vllm/_flashmla_C.abi3.so"
 INTERFACE = "vllm.third_party.flashmla.flash_mla_interface"
