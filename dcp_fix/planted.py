@@ -7,6 +7,7 @@ naming the sublayer `shows`. What is planted is the mistake, small enough to rea
 It does not: judge (evidence/), or say which releases have what (vllm/doctor).
 """
 
+import inspect
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -108,6 +109,10 @@ def norm_rope_one_slot_mapping(*args, **kwargs):
     given = kwargs["indexer"]
     kwargs["indexer"] = None if given is None else replace(given, slot_mapping=None)
     return fused_norm_rope(*args, **kwargs)
+
+
+for function in (norm_rope_from_front, norm_rope_one_slot_mapping):
+    function.__signature__ = inspect.signature(fused_norm_rope)
 
 
 def hit_in_one_ranks_blocks(pool, tokens, capacity):
