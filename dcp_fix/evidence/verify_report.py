@@ -11,7 +11,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from dcp_fix.evidence.witness import BOUNDS, STEPS
+from dcp_fix.evidence.witness import BOUNDS, LONG, STEPS
 
 WIDTH = 100
 LEGEND = """
@@ -124,7 +124,7 @@ def proved(report) -> list[str]:
         computed, pieces = (sum(row.pieces[i] for row in report.forced) for i in (0, 1))
         if pieces:
             lines.append(
-                f"Of batches beyond 4096 tokens {computed} of {pieces} pieces were computed again on DCP1's input."
+                f"Of batches beyond {LONG} tokens {computed} of {pieces} pieces were computed again on DCP1's input."
             )
     if not report.forced:
         lines.append("Step by step: not compared.")

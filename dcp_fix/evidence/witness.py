@@ -46,11 +46,12 @@ BOUNDS = {
 }  # fmt: skip
 ALWAYS_FP32 = ("lse", "combine")
 WATCHED = ("begin", "begin_step", "norm_rope", "select", "context", "dense", "sparse")  # methods of the attention
-SAMPLE = 12  # rows of a piece whose partials are computed again
+SAMPLE = 8  # rows of a piece whose partials are computed again
 WORST = 4  # and those furthest from DCP1's
-LONG = 4096  # tokens of a batch, on a CPU, of which only some pieces are computed
+LONG = 1024  # tokens of a batch, on a CPU, of which only the last piece goes through the attention again
+LONGER = 4096  # and only some pieces through the selection
 LAST = 1 << 20  # the number of what is looked at after all batches
-FEW = 8  # one selection piece in so many, and attention only in the last piece
+FEW = 8  # one selection piece in so many, and the last
 
 
 class Parted(Exception):
@@ -270,7 +271,7 @@ class Witness:
     def select_piece(self, q, head_weights, k_local, key_positions, query_positions, k, group) -> Tensor:
         """Some rows' selection; of a long batch, only some pieces are computed."""
         given = (q, head_weights, k_local, key_positions, query_positions, k, group)
-        if not self.thin:
+        if self.reference is None or not self.thin(LONGER):
             return self.ops.select(*given)
         first = int(query_positions[0]) - self.start
         number, last = first // len(q), first + len(q) >= self.tokens
@@ -278,10 +279,9 @@ class Witness:
             return self.reference[self.batch, self.layer, "selection", 0][first : first + len(q)]
         return self.ops.select(*given)
 
-    @property
-    def thin(self) -> bool:
-        """Whether this batch is too long to compute every piece of it again."""
-        return self.reference is not None and self.tokens > LONG and self.dtype == torch.float32
+    def thin(self, long: int) -> bool:
+        """Whether this batch is too long to compute, or to record, every piece of it."""
+        return self.tokens > long and self.attention.scratch.device.type != "cuda"
 
     def skipped(self, skip: bool) -> bool:
         """Count a piece; whether it is left out."""
@@ -298,9 +298,10 @@ class Witness:
         """A piece's gather, partials and combine: whole attention of this rank's heads, fp32 [rows, h, 512]."""
         rows = slice(self.next_row, self.next_row + len(q))
         self.next_row, self.piece = rows.stop, self.piece + 1
-        if self.reference is None and self.tokens > LONG and rows.stop < self.tokens and self.dtype == torch.float32:
+        left_out = self.thin(LONG) and rows.stop < self.tokens
+        if self.reference is None and left_out:
             return self.ops.route(q, partial, manager, decode_only)  # nobody will compare it
-        if self.thin and self.skipped(rows.stop < self.tokens):
+        if self.reference is not None and self.thin(LONG) and self.skipped(left_out):
             return q.new_zeros(*q.shape[:2], LATENT, dtype=torch.float32)
         self.computed.append(rows)
         held = []
@@ -351,7 +352,9 @@ class Witness:
 
     def attend(self, q: Tensor, ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """fp64 attention over the selected rows that this rank owns: out [n, H, 512], lse [n, H], largest |score|."""
-        attention, slots = self.attention, ownership.slots_of(self.own(ids), self.attention.batch.table, BLOCK)
+        packed, counts = ownership.pack_valid(self.own(ids))
+        local = packed[:, : max(1, int(counts.max()))]
+        attention, slots = self.attention, ownership.slots_of(local, self.attention.batch.table, BLOCK)
         scale = None if attention.kv_scale is None else FP8_SCALE
         keys = read_latent(attention.latent[self.layer], slots, attention.cache_format, scale)  # [n, K, 576]
         keys = (keys.to(q.dtype) if q.is_cuda else keys).double()  # kernels round an entry to the query's type
