@@ -104,9 +104,10 @@ def make_engine(case: Case, model: Model, group: Witness, size: int, unit: int, 
     round_of = BLOCK * unit
     length = max(len(case.prompt), len(case.first)) + STEPS_DECODED + case.room
     weight = model.weights["model.norm.weight"]
+    static = case.static and (weight.device.type == "cpu" or group.capturable)  # gloo cannot, not even unrecorded
     engine = Engine(
         model, group, dcp_size=size, interleave=case.interleave, cache_format=case.cache_format, combine=combine,
-        ops=ops, stale="noise", device=weight.device, dtype=weight.dtype, static_decode=case.static,
+        ops=ops, stale="noise", device=weight.device, dtype=weight.dtype, static_decode=static,
         max_length=min(-(-length // round_of) * round_of, model.config.max_position_embeddings),
     )  # fmt: skip
     if unit != size and combine not in EXACT:
