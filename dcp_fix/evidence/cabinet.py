@@ -23,8 +23,8 @@ from dcp_fix.engine.engine import resolve_device
 from dcp_fix.engine.model import Model
 from dcp_fix.evidence import forced, ladder_report, machine, verify, verify_report
 from dcp_fix.evidence.records import record
+from dcp_fix.evidence.steps import BOUNDS
 from dcp_fix.evidence.verify_settings import Settings, planted_ops
-from dcp_fix.evidence.witness import BOUNDS
 from dcp_fix.kv_cache import CACHE_FORMATS
 from dcp_fix.ranks import launch
 from dcp_fix.ranks.group import TIMEOUT_S, Group, GroupError, LocalGroup

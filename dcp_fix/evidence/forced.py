@@ -24,7 +24,8 @@ from dcp_fix.engine.exact_attention import METHODS as EXACT
 from dcp_fix.engine.exact_attention import RunPool
 from dcp_fix.engine.model import Model
 from dcp_fix.engine.sharded import Ops
-from dcp_fix.evidence.witness import BOUNDS, STEPS, Finding, Parted, Witness
+from dcp_fix.evidence.steps import BOUNDS, STEPS, Finding
+from dcp_fix.evidence.witness import Parted, Witness
 from dcp_fix.kv_cache import BLOCK
 from dcp_fix.ownership import prefix_hit
 from dcp_fix.ranks.group import Group

@@ -11,7 +11,8 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from dcp_fix.evidence.witness import BOUNDS, LONG, STEPS
+from dcp_fix.evidence.steps import BOUNDS, STEPS
+from dcp_fix.evidence.witness import LONG
 
 WIDTH = 100
 LEGEND = """

@@ -7,13 +7,13 @@ the recorded tensor is handed on; so are the logits, and with them the token.
 
 Compared in every bit: prefix hit, lengths, slots, normed rows, cached bytes, selection, queries, gathered heads. Where
 numbers are added in another order, in units in the last place (ulps) of the largest number that was added, against the
-bounds below. Partials are held against fp64 attention over the keys that this rank should own, at a few rows of every
-piece: the first, the last, some between, and those furthest from DCP1's.
+bounds of steps.py. Partials are held against fp64 attention over the keys that this rank should own, at a few rows of
+every piece: the first, the last, some between, and those furthest from DCP1's.
 
 It does not: decide which prompts run (forced.py), print, or trust the engine's own idea of who owns what.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -21,30 +21,9 @@ from torch import Tensor
 from dcp_fix import ownership
 from dcp_fix.engine.engine import Engine
 from dcp_fix.engine.sharded import FP8_SCALE
-from dcp_fix.equality import ulps_apart
+from dcp_fix.evidence.steps import ALWAYS_FP32, BOUNDS, Finding, differing_rows, merge, ulps
 from dcp_fix.kv_cache import BLOCK, LATENT, index_views, read_latent
 
-STEPS = (
-    "prefix hit", "lengths", "slots", "query norm", "new rows", "latent cache", "index cache", "context",
-    "dense attention", "selection", "queries", "heads", "selected slots", "partial", "lse", "combine", "attention",
-    "output projection", "mlp", "logits",
-)  # fmt: skip
-# Ulps allowed where numbers are added in another order, in fp32 ulps for ALWAYS_FP32 and in those of the model's type
-# elsewhere; a step that is not here must have equal bits. Largest of healthy runs on a CPU (classes and cases, DCP 2, 4
-# and 8, ag_rs and a2a, three cache formats): fp32 partial 53, lse 7, combine 10, attention 72, the rest 0, so that the
-# margin is four- to eightfold. In bf16 a kernel rounds its weights to bf16 once, half an ulp, and adds scores in tensor
-# cores. The planted defects that move numbers move them by 2e5 ulps and more.
-BOUNDS = {
-    torch.float32: {
-        "dense attention": 2, "partial": 256, "lse": 32, "combine": 32, "attention": 512, "output projection": 2,
-        "mlp": 2, "logits": 2,
-    },
-    torch.bfloat16: {
-        "dense attention": 2, "partial": 4, "lse": 1024, "combine": 32, "attention": 4, "output projection": 2,
-        "mlp": 2, "logits": 2,
-    },
-}  # fmt: skip
-ALWAYS_FP32 = ("lse", "combine")
 WATCHED = ("begin", "begin_step", "norm_rope", "select", "context", "dense", "sparse")  # methods of the attention
 SAMPLE = 8  # rows of a piece whose partials are computed again
 WORST = 4  # and those furthest from DCP1's
@@ -56,25 +35,6 @@ FEW = 8  # one selection piece in so many, and the last
 
 class Parted(Exception):
     """The run no longer does the same batches as the reference."""
-
-
-@dataclass(frozen=True)
-class Finding:
-    """A step of one rank that differs by more than it may. `size` in ulps, or in rows where every bit must agree."""
-
-    batch: int
-    layer: int
-    step: str
-    rank: int
-    size: float
-    bound: float
-    what: str  # the batch in words
-    told: str  # the difference in words
-
-    @property
-    def order(self) -> tuple:
-        """Earlier in the run comes first."""
-        return self.batch, self.layer, STEPS.index(self.step), self.rank
 
 
 class Witness:
@@ -365,29 +325,3 @@ class Witness:
         lse = scores.logsumexp(-1)
         weights = (scores - lse.nan_to_num(neginf=0.0)[..., None]).exp()
         return weights @ keys[..., :LATENT], lse, sizes
-
-
-def merge(outs: Tensor, lses: Tensor) -> tuple[Tensor, Tensor]:
-    """fp64 partials [D, n, h, 512], [D, n, h] -> their merge [n, h, 512], and the largest |summand| [n, h, 1]."""
-    weights = (lses - lses.logsumexp(0).nan_to_num(neginf=0.0)).exp()[..., None]
-    parts = torch.where(weights > 0, weights * outs, 0.0)
-    return parts.sum(0), parts.abs().amax((0, -1)).unsqueeze(-1)
-
-
-def ulps(value: Tensor, expected: Tensor, floor: Tensor, dtype: torch.dtype) -> float:
-    """equality.ulps_apart in units of `dtype`, for tensors that may be wider."""
-    if value.dtype == expected.dtype == dtype:
-        return ulps_apart(value, expected, floor)
-    return ulps_apart(value.to(torch.float32), expected.to(torch.float32), floor.float()) * (
-        torch.finfo(torch.float32).eps / torch.finfo(dtype).eps
-    )
-
-
-def differing_rows(a: Tensor, b: Tensor) -> float:
-    """How many rows of two tensors differ in a bit; all, if shape or type do."""
-    if a.shape != b.shape or a.dtype != b.dtype:
-        return float(max(len(a), len(b), 1))
-    if a.numel() == 0:
-        return 0.0
-    x, y = (t.contiguous().view(len(t), -1).view(torch.uint8) for t in (a, b))
-    return float((x != y).any(1).sum())

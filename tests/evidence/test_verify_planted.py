@@ -13,7 +13,7 @@ import torch
 from dcp_fix import broken, cli, combine, planted
 from dcp_fix.engine.model import Model
 from dcp_fix.engine.sharded import Ops
-from dcp_fix.evidence import cabinet, forced, verify, verify_report, witness
+from dcp_fix.evidence import cabinet, forced, steps, verify, verify_report
 from dcp_fix.evidence.records import load_record
 from dcp_fix.ranks import launch
 from dcp_fix.ranks.group import LocalGroup
@@ -57,7 +57,7 @@ def test_a_planted_defect_is_caught_and_its_sublayer_named(caught, name, size):
 def test_a_planted_defect_has_the_signature_of_what_it_stands_in_for(name, plant):
     stands_in_for = getattr(Ops(), plant.step)
     assert list(inspect.signature(plant.function).parameters) == list(inspect.signature(stands_in_for).parameters)
-    assert plant.function.__doc__ and plant.who.endswith(".") and plant.shows in witness.STEPS and plant.case in SMALL
+    assert plant.function.__doc__ and plant.who.endswith(".") and plant.shows in steps.STEPS and plant.case in SMALL
 
 
 @pytest.mark.parametrize(
@@ -97,8 +97,8 @@ def test_healthy_runs_pass_with_room_to_spare(model):
     assert {combine for combine, _ in found} == {"ag_rs", "a2a"}
     for _, row in found:
         assert row.ok, row.first
-        over = {step: row.largest.get(step, 0.0) for step, bound in witness.BOUNDS[torch.float32].items()}
-        assert all(size <= witness.BOUNDS[torch.float32][step] / 3 for step, size in over.items()), over
+        over = {step: row.largest.get(step, 0.0) for step, bound in steps.BOUNDS[torch.float32].items()}
+        assert all(size <= steps.BOUNDS[torch.float32][step] / 3 for step, size in over.items()), over
 
 
 @pytest.mark.parametrize("case", SMALL)
@@ -175,12 +175,12 @@ def test_the_cabinet_is_recorded(monkeypatch, capsys, tmp_path):
     ],
 )
 def test_rows_differ_when_a_bit_does(a, b, rows):
-    assert witness.differing_rows(a, b) == rows
+    assert steps.differing_rows(a, b) == rows
 
 
 def test_partials_merge_in_fp64():
     outs, lses = torch.tensor([[[[3.0]]], [[[torch.nan]]]]), torch.tensor([[[2.0]], [[-torch.inf]]])
-    merged, floor = witness.merge(outs.double(), lses.double())
+    merged, floor = steps.merge(outs.double(), lses.double())
     assert merged.tolist() == [[[3.0]]] and floor.tolist() == [[[3.0]]]
-    nothing, _ = witness.merge(outs.double(), torch.full_like(lses, -torch.inf).double())
+    nothing, _ = steps.merge(outs.double(), torch.full_like(lses, -torch.inf).double())
     assert nothing.tolist() == [[[0.0]]]
