@@ -17,9 +17,9 @@ STEPS = (
 )  # fmt: skip
 # Ulps allowed where numbers are added in another order, in fp32 ulps for ALWAYS_FP32 and in those of the model's type
 # elsewhere; a step that is not here must have equal bits. Largest of healthy runs on a CPU (classes and cases, DCP 2, 4
-# and 8, ag_rs and a2a, three cache formats): fp32 partial 53, lse 7, combine 10, attention 72, the rest 0, so that the
-# margin is four- to eightfold. In bf16 a kernel rounds its weights to bf16 once, half an ulp, and adds scores in tensor
-# cores. The planted defects that move numbers move them by 2e5 ulps and more.
+# and 8, ag_rs and a2a, three cache formats): fp32 partial 53, lse 7, combine 10, attention 72, the rest 0, so the
+# margin is three- to sevenfold. In bf16 a kernel rounds its weights to bf16 once, half an ulp, and adds scores in
+# tensor cores. The planted defects that move numbers move them by 2e5 ulps and more.
 BOUNDS = {
     torch.float32: {
         "dense attention": 2, "partial": 256, "lse": 32, "combine": 32, "attention": 512, "output projection": 2,
