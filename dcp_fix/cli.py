@@ -157,17 +157,40 @@ def verify(
     checkpoint: Annotated[
         Path | None, typer.Option(help="Checkpoint folder made by `dcp-fix train`; without it, the packaged one.")
     ] = None,
+    passes: Annotated[
+        str, typer.Option(help="free: each size answers by itself; forced: every sublayer on DCP1's input.")
+    ] = "free,forced",
+    plant: Annotated[
+        str | None, typer.Option(help="Run with a planted defect at every size but the first; `list` names them.")
+    ] = None,
+    cabinet: Annotated[
+        bool, typer.Option("--cabinet", help="Forced pass of every healthy configuration, then every planted defect.")
+    ] = False,
 ) -> None:
-    """Check that every DCP size gives the same answer: corrected steps only, threads, processes or torchrun.
+    """Check that every DCP size gives the same answer, token by token and step by step on DCP1's input.
+
+    Columns. prompt: class, or a small case for what classes cannot show (short, sparse, ties, prefix). tokens: against
+    the first DCP size's. logits: how far apart, in units in the last place of the largest. margin: by how much the
+    chosen token's logit leads at the closest step. forced: the first step that makes more than rounding of DCP1's
+    input, else the step that came closest to its bound.
 
     Exit status: 0 the same, 1 different, 2 bad input, more if a rank fails.
     """
+    from dcp_fix.evidence import cabinet as planted_defects
     from dcp_fix.evidence import verify as verification
 
+    if plant == "list":
+        typer.echo(planted_defects.listing())
+        raise typer.Exit
     settings = {"tp": tp, "prompts": prompts, "combine": combine, "device": device, "cuda_graphs": cuda_graphs}
     settings |= {"logits": logits, "dcp": numbers(dcp), "classes": tuple(classes.split(",")), "share_gpus": share_gpus}
-    settings |= {"checkpoint": checkpoint} if checkpoint else {}
-    raise typer.Exit(verification.main(verification.Settings(**settings), procs, timeout, record))
+    settings |= {"passes": tuple(passes.split(",")), "plant": plant} | (
+        {"checkpoint": checkpoint} if checkpoint else {}
+    )
+    asked = verification.Settings(**settings)
+    if cabinet:
+        raise typer.Exit(planted_defects.main(asked, record, timeout))
+    raise typer.Exit(verification.main(asked, procs, timeout, record))
 
 
 @app.command()

@@ -120,6 +120,15 @@ def slots_of(local_indices: Tensor, block_table: Tensor, block_size: int) -> Ten
     return torch.where(local >= 0, slots, NOT_OWNED)
 
 
+def row_slots(first: int, rows: int, block_table: Tensor, block_size: int) -> Tensor:
+    """Slots of the local rows first .. first + rows - 1 of one request, int64 [rows].
+
+    >>> row_slots(first=3, rows=2, block_table=torch.tensor([7, 3]), block_size=4).tolist()
+    [31, 12]
+    """
+    return slots_of(torch.arange(first, first + rows, device=block_table.device), block_table, block_size)
+
+
 def pack_valid(ids: Tensor) -> tuple[Tensor, Tensor]:
     """Moves the valid ids (>= 0) of each row to its front, order kept: (packed [T, K], counts int64 [T]).
 

@@ -82,3 +82,8 @@ class BlockPool:
             running.update(array("q", tokens[end - unit : end]).tobytes())
             keys.append(running.digest())
         return keys
+
+
+def open_request(pool: BlockPool, tokens: list[int], capacity: int) -> tuple[list[int], int]:
+    """`pool.open`, whichever kind of pool it is."""
+    return pool.open(tokens, capacity)

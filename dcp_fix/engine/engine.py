@@ -111,7 +111,7 @@ class Engine:
         anything is written, and WorkspaceError if the workspace plan exceeds the budget.
         """
         self.check_prompt(prompt_ids, max_new_tokens)
-        table, cached = self.pool.open(prompt_ids, len(prompt_ids) + max_new_tokens - 1)
+        table, cached = self.attention.ops.open(self.pool, prompt_ids, len(prompt_ids) + max_new_tokens - 1)
         self.report(on_progress, len(prompt_ids) - cached + max_new_tokens - 1)
         block_table = torch.tensor(table, device=self.device)
         tokens, logits, start = list(prompt_ids), [], cached

@@ -9,7 +9,10 @@
     sparse     then gather the group's heads, attend to the own rows among the selected, combine
 
 The group is a DCP group of D ranks, which hold each KV row once between them. D = 1 runs through the same lines. The
-three steps that had a defect are swapped through `Ops`; nothing here knows which version runs.
+steps that had a defect, or may have one planted, are swapped through `Ops`; nothing here knows which version runs.
+
+The two caches have blocks of their own, as allocators of their own would give them: block b of a request's latents goes
+with block num_blocks - 1 - b of its index keys. Taking one cache's slots for the other would show.
 
 Units: T new tokens, h heads of this rank, D ranks, K = index_topk, C cached tokens before the batch.
 
@@ -25,13 +28,22 @@ from torch import Tensor
 
 from dcp_fix import attention, indexer, workspace
 from dcp_fix.combine import CombineManager, attend_routed
-from dcp_fix.engine.blocks import BlockPool
+from dcp_fix.engine.blocks import BlockPool, open_request
 from dcp_fix.engine.checkpoint import Config
 from dcp_fix.engine.model import INDEX_NORM_EPS, Layer, rope_table
 from dcp_fix.engine.scratch import Scratch
 from dcp_fix.kv_cache import BLOCK, LATENT, ROPE, new_index_cache, new_latent_cache, read_index, read_latent
 from dcp_fix.norm_rope import IndexerInputs, fused_norm_rope
-from dcp_fix.ownership import chunk_local_lengths, global_position, local_index, local_length, localise, owner, slots_of
+from dcp_fix.ownership import (
+    chunk_local_lengths,
+    global_position,
+    local_index,
+    local_length,
+    localise,
+    owner,
+    row_slots,
+    slots_of,
+)
 from dcp_fix.ranks.group import Group
 
 H200_SMS = 132  # what a CPU plans its workspace for
@@ -44,11 +56,19 @@ FP8_SCALE = 1.0  # of the per-tensor fp8 cache; normed latents lie well inside +
 
 @dataclass(frozen=True)
 class Ops:
-    """The three steps that had a defect. broken.py has the historical versions, with these signatures."""
+    """The steps that can be swapped: the first three had a defect (broken.py), in all of them one can be planted
+    (planted.py). What stands in has the signature of the function named here.
+    """
 
     norm_rope: Callable = fused_norm_rope
     route: Callable = attend_routed
     plan: Callable = workspace.plan
+    select: Callable = indexer.select
+    partial: Callable = attention.sparse_partial
+    local_length: Callable = local_length
+    localise: Callable = localise  # of the selected positions
+    context_slots: Callable = row_slots
+    open: Callable = open_request
 
 
 @dataclass(frozen=True)
@@ -58,7 +78,9 @@ class Batch:
     start: int | None  # C: tokens of the request that are cached already; None where only the device knows
     positions: Tensor  # int64 [T]
     slots: Tensor  # int64 [T], -1 where another rank owns the position
+    index_slots: Tensor  # int64 [T], the same in the indexer's cache
     table: Tensor  # int64 [B], this rank's blocks of the whole request
+    index_table: Tensor  # int64 [B], the same in the indexer's cache
     keys: int  # local rows, of which the indexer takes those that a token may see
     decode: bool
     plan: workspace.Plan | None  # of the sparse path; None for a dense prefill
@@ -72,6 +94,7 @@ class ShardedAttention:
         combine: str, ops: Ops, scratch: Scratch, workspace_budget: int, max_batch_tokens: int, share: Callable,
     ) -> None:  # fmt: skip
         self.config, self.heads, self.dcp, self.interleave, self.ops = config, heads, dcp, interleave, ops
+        self.num_blocks, self.context_rows = num_blocks, CONTEXT_ROWS
         self.scratch, self.workspace_budget, self.share = scratch, workspace_budget, share
         device = scratch.device
         self.manager = CombineManager(dcp, combine, DIRECT_ROWS)
@@ -100,17 +123,21 @@ class ShardedAttention:
         """The next batch: `tokens` new after `start` cached ones. Raises WorkspaceError if no plan fits the budget."""
         plan = self.plan(tokens) if decode or start + tokens > self.config.index_topk else None
         positions = torch.arange(start, start + tokens, device=table.device)
-        slots = slots_of(self.localise(positions), table, BLOCK)
-        keys = local_length(start + tokens, self.dcp.size, self.dcp.rank, self.interleave)
-        self.batch = Batch(start, positions, slots, table, keys, decode, plan)
+        keys = self.ops.local_length(start + tokens, self.dcp.size, self.dcp.rank, self.interleave)
+        self.batch = self.placed(start, positions, table, keys, decode, plan)
 
     def begin_step(self, position: Tensor, table: Tensor) -> None:
         """A decode step at `position` [1], which nothing on the host may read: a CUDA graph replays it for others.
 
         So the indexer takes every row of `table`, and those that lie beyond the position are masked.
         """
-        slots = slots_of(self.localise(position), table, BLOCK)
-        self.batch = Batch(None, position, slots, table, len(table) * BLOCK, True, self.plan(1))
+        self.batch = self.placed(None, position, table, len(table) * BLOCK, True, self.plan(1))
+
+    def placed(self, start: int | None, positions: Tensor, table: Tensor, keys: int, decode: bool, plan) -> Batch:
+        """The batch with the slots of its positions in both caches."""
+        local, index_table = self.localise(positions), self.num_blocks - 1 - table
+        slots, index_slots = slots_of(local, table, BLOCK), slots_of(local, index_table, BLOCK)
+        return Batch(start, positions, slots, index_slots, table, index_table, keys, decode, plan)
 
     def plan(self, tokens: int) -> workspace.Plan:
         """The split-KV workspace plan of a sparse batch, for the gathered heads as the kernel pads them."""
@@ -120,10 +147,6 @@ class ShardedAttention:
     def localise(self, positions: Tensor) -> Tensor:
         """Global positions, -1 = hole, to local indices on this rank, -1 where another rank owns them."""
         return localise(positions, self.dcp.size, self.dcp.rank, self.interleave)
-
-    def local_slots(self, first: int, rows: int) -> Tensor:
-        """Slots of local rows first .. first + rows - 1 of the request."""
-        return slots_of(torch.arange(first, first + rows, device=self.batch.table.device), self.batch.table, BLOCK)
 
     # --- a layer ------------------------------------------------------------------------------------------------------
 
@@ -159,20 +182,22 @@ class ShardedAttention:
             return None
         weight, bias = layer.w["self_attn.indexer.k_norm.weight"], layer.w["self_attn.indexer.k_norm.bias"]
         k = layer.project("indexer.wk", x)
-        return IndexerInputs(k, weight, bias, INDEX_NORM_EPS, self.cos_sin, self.index[layer.index])
+        cache, slots = self.index[layer.index], self.batch.index_slots
+        return IndexerInputs(k, weight, bias, INDEX_NORM_EPS, self.cos_sin, cache, slots)
 
     # --- which keys ---------------------------------------------------------------------------------------------------
 
     def select(self, layer: Layer, x: Tensor, q_latent: Tensor) -> Tensor:
         """The keys that each row attends to: global positions int32 [T, K] ascending, -1 after the last."""
-        keys = read_index(self.index[layer.index], self.local_slots(0, self.batch.keys))  # [N, 128]
+        slots = row_slots(0, self.batch.keys, self.batch.index_table, BLOCK)
+        keys = read_index(self.index[layer.index], slots)  # [N, 128]
         here = torch.arange(len(keys), device=keys.device)
         here = global_position(here, self.dcp.size, self.dcp.rank, self.interleave)  # [N]
 
         def job(rows: slice) -> Tensor:
             positions = self.batch.positions[rows]
             q, weights = layer.index_queries(q_latent[rows], x[rows], self.cos_sin[positions])
-            return indexer.select(q, weights, keys, here, positions, self.config.index_topk, self.dcp)
+            return self.ops.select(q, weights, keys, here, positions, self.config.index_topk, self.dcp)
 
         step = SELECT_ROWS[x.device.type]
         pieces = [slice(first, first + step) for first in range(0, len(x), step)]
@@ -199,10 +224,11 @@ class ShardedAttention:
 
     def attend(self, layer: Layer, ids: Tensor) -> Callable[[Tensor], tuple[Tensor, Tensor]]:
         """Maps queries [rows, H, 576] to (out, lse) over those of the positions `ids` [rows, K] that lie here."""
-        cache, slots = self.latent[layer.index], slots_of(self.localise(ids), self.batch.table, BLOCK)
+        local = self.ops.localise(ids, self.dcp.size, self.dcp.rank, self.interleave)
+        cache, slots = self.latent[layer.index], slots_of(local, self.batch.table, BLOCK)
         scale, plan = self.config.scale, self.batch.plan
         kv_scale = None if self.kv_scale is None else FP8_SCALE  # as a number: reading the tensor would stall a stream
-        return lambda q: attention.sparse_partial(q, cache, slots, scale, self.cache_format, kv_scale, plan)
+        return lambda q: self.ops.partial(q, cache, slots, scale, self.cache_format, kv_scale, plan)
 
     def dense(self, layer: Layer, q_latent: Tensor, latent: Tensor, key: Tensor) -> Tensor:
         """Own heads over the cached context and every new row. -> [T, h, v]."""
@@ -214,16 +240,15 @@ class ShardedAttention:
     def context(self, layer: Layer) -> Tensor:
         """The cached rows of positions 0 .. C - 1, gathered from their owners chunk by chunk: fp32 [C, 576]."""
         size, interleave = self.dcp.size, self.interleave
-        chunks, first = [], 0
-        for chunk, lengths in enumerate(chunk_local_lengths(self.batch.start, size, interleave, CONTEXT_ROWS)):
+        chunks, first, step = [], 0, self.context_rows
+        for chunk, lengths in enumerate(chunk_local_lengths(self.batch.start, size, interleave, step)):
             mine = lengths[self.dcp.rank]
-            rows = read_latent(
-                self.latent[layer.index], self.local_slots(chunk * CONTEXT_ROWS, mine), self.cache_format, self.kv_scale
-            )
+            slots = self.ops.context_slots(chunk * step, mine, self.batch.table, BLOCK)
+            rows = read_latent(self.latent[layer.index], slots, self.cache_format, self.kv_scale)
             padded = torch.nn.functional.pad(rows, (0, 0, 0, max(lengths) - mine))  # equal shapes for the gather
             gathered = self.dcp.all_gather(padded[None])  # [D, rows, 576]
             positions = torch.arange(first, first + sum(lengths), device=rows.device)
-            place = local_index(positions, size, interleave) - chunk * CONTEXT_ROWS
+            place = local_index(positions, size, interleave) - chunk * step
             chunks.append(gathered[owner(positions, size, interleave), place])
             first += sum(lengths)
         empty = torch.empty(0, LATENT + ROPE, device=self.cos_sin.device)

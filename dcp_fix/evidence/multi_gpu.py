@@ -72,7 +72,13 @@ class Plan:
             checkpoint=self.checkpoint,
         )  # fmt: skip
         return [
-            replace(common, combine=method, logits=method == "exact", cuda_graphs=graph)
+            replace(
+                common,
+                combine=method,
+                logits=method == "exact",
+                cuda_graphs=graph,
+                passes=common.passes[:1] if graph else common.passes,  # the forced pass replays nothing
+            )  # fmt: skip
             for method in COMBINES
             for graph in graphs
         ]

@@ -37,7 +37,8 @@ def load_all(*folders: Path | str) -> dict[str, dict]:
 
 def has_gpu(record: dict) -> bool:
     """Whether the run happened on GPUs: a host that has some may be asked for its CPU alone."""
-    devices = [run["device"] for run in ladders(record)] + [run["settings"]["device"] for run in verifications(record)]
+    asked = verifications(record) + cabinets(record)
+    devices = [run["device"] for run in ladders(record)] + [run["settings"]["device"] for run in asked]
     used = any(device.startswith("cuda") for device in devices) or any(run["graph"] for run in timings(record))
     return (used or bool(outcomes(record)) or bool(real_ladders(record))) and bool(record["hardware"]["gpus"])
 
@@ -62,6 +63,7 @@ def facts(record: dict) -> list[str]:
         failed = dict.fromkeys((row["rung"], row["failure"]) for row in run["rows"] if row["failure"])
         lines += [f"no answer {rung}: {failure}" for rung, failure in failed]
     lines += verified(verifications(record))
+    lines += [f"cabinet, TP{run['settings']['tp']}: {run['verdict']}" for run in cabinets(record)]
     for part in parts(record):
         lines += [": ".join(multi_gpu.workspace_row(row)[:2]) for row in part.get("workspace", ())]
     lines += [f"times: {len(run['rows'])} rows, ordinary and exact side by side" for run in timings(record)]
@@ -93,6 +95,7 @@ def verified(runs: list[dict]) -> list[str]:
         settings, identical = run["settings"], all(row["logits_identical"] for row in run["rows"])
         size = f"TP{settings['tp']}, DCP {verify.listed(settings['dcp'])}, {run['transport']}"
         said = f"{run['verdict']} Logits identical in every bit: {'yes' if identical else 'no'}"
+        said += " Step by step on the same input: equal or within rounding" if run.get("forced") and run["ok"] else ""
         graphs = " as CUDA graphs" if settings["cuda_graphs"] else ""
         methods.setdefault((size, said), []).append(settings["combine"] + graphs)
     return [f"{size}; {verify.listed(names)}: {said}" for (size, said), names in methods.items()]
@@ -106,6 +109,7 @@ def parts(record: dict) -> list[dict]:
     for field, part in (
         ("boots", {"real ladder": results}),
         ("repaired", {"ladder": results}),
+        ("planted", {"cabinet": results}),
         ("settings", {"verify": [results]}),
         ("graph", {"bench": results}),
         ("tests", results),
@@ -128,6 +132,11 @@ def real_ladders(record: dict) -> list[dict]:
 def verifications(record: dict) -> list[dict]:
     """What verify_report.as_json wrote."""
     return [run for part in parts(record) for run in part.get("verify", ())]
+
+
+def cabinets(record: dict) -> list[dict]:
+    """What cabinet.as_json wrote."""
+    return [part["cabinet"] for part in parts(record) if "cabinet" in part]
 
 
 def timings(record: dict) -> list[dict]:

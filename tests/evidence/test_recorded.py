@@ -45,7 +45,7 @@ def computed():
 def check(record, computed):
     """The digests are those of the tokens; the tokens are those of this CPU, and of MISSED at most not the answer."""
     answers, outcomes = recorded.healthy_answers(record), recorded.outcomes(record)
-    assert answers or outcomes or recorded.timings(record), "no answer in this record"
+    assert answers or outcomes or recorded.timings(record) or recorded.cabinets(record), "no answer in this record"
     assert "failed" not in outcomes.values(), [name for name, outcome in outcomes.items() if outcome == "failed"]
     for name in {answer.prompt_class for answer in answers}:
         of_class = [answer for answer in answers if answer.prompt_class == name]
@@ -56,6 +56,7 @@ def check(record, computed):
                 assert all(tokens[answer.number] == answer.tokens for tokens in computed.values())
         missed = {a.number for a in of_class if a.tokens != prompts[a.number].answer}
         assert len(missed) <= MISSED * len(prompts), f"{name} {sorted(missed)}: not the right answer"
+    assert all(run["ok"] and all(each["named"] for each in run["planted"]) for run in recorded.cabinets(record))
     for run in recorded.verifications(record):
         assert run["ok"] and not run["odd_ranks"] and all(row["same"] for row in run["rows"])
         told = {name: value for name, value in run["settings"].items() if name.startswith("checkpoint ")}

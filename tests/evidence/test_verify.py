@@ -11,20 +11,20 @@ import pytest
 import torch
 
 from dcp_fix import broken, cli, combine
-from dcp_fix.engine import engine
 from dcp_fix.engine.checkpoint import Config
 from dcp_fix.engine.engine import Generation
 from dcp_fix.engine.sharded import Ops
 from dcp_fix.errors import UserError
-from dcp_fix.evidence import multi_gpu, verify, verify_report
+from dcp_fix.evidence import multi_gpu, verify, verify_report, verify_settings
 from dcp_fix.evidence.records import load_record
 from dcp_fix.ranks import launch
 from dcp_fix.ranks.group import LocalGroup
 from dcp_fix.tiny import corpus
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(300)
 ROOT = Path(__file__).resolve().parents[2]
 SETTINGS = verify.Settings(tp=2, dcp=(1, 2), classes=("512",))
+FREE = replace(SETTINGS, passes=("free",))
 CONFIG = Config.from_json(corpus.CHECKPOINT / "config.json")
 
 
@@ -43,13 +43,15 @@ def test_every_dcp_size_gives_the_same_answer(report):
     assert two.tokens == one.tokens and two.first_token is None
     assert two.first_layer.startswith("batch 1, ")  # dense prefill has no combine; the first decode step has
     assert 0 < two.apart < 1e-3 and not two.logits_identical
+    assert two.margin > 0.5  # so that rounding cannot flip a token
+    assert [row.case for row in report.forced] == ["512", "short", "sparse", "ties", "prefix"]
 
 
 def test_processes_record_what_threads_compute(report, tmp_path):
     record = tmp_path / "r.json"
     command = [sys.executable, "-m", "dcp_fix", "verify", "--tp", "2", "--dcp", "1,2", "--classes", "512"]
     command += ["--procs", "2", "--record", str(record)]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=250)
     assert done.returncode == 0, done.stderr
     assert re.search("DCP1, DCP2 give the same tokens for every prompt, byte for byte.", done.stdout)
     written = load_record(record)
@@ -58,10 +60,12 @@ def test_processes_record_what_threads_compute(report, tmp_path):
     assert results["transport"] == "gloo" and len(results["devices"]) == 2 and results["settings"]["sources"]
     mine = json.loads(json.dumps(verify_report.as_json(report)["rows"]))
     assert results["rows"] == mine  # tokens and logits, bit for bit
+    assert results["forced"] == json.loads(json.dumps(verify_report.as_json(report)["forced"]))
+    assert max(map(len, done.stdout.splitlines())) <= 100
 
 
 def test_both_combines_give_the_same_bits(report):
-    other = verify.as_threads(replace(SETTINGS, combine="a2a"))
+    other = verify.as_threads(replace(FREE, combine="a2a"))
     assert [row.logits for row in other.rows] == [row.logits for row in report.rows]
 
 
@@ -117,7 +121,7 @@ def test_a_merge_that_ignores_the_lse_is_caught(monkeypatch, capsys):
     """Defect by hand: equal weights for every shard."""
     weights = lambda lse: (torch.full_like(lse, 1 / len(lse)), lse[0])  # noqa: E731
     monkeypatch.setattr(combine, "merge_weights", weights)
-    broken = verify.as_threads(SETTINGS)
+    broken = verify.as_threads(FREE)
     assert not broken.ok and verify.finish(broken, 0, None) == launch.DIFFERS
     assert re.search("1 of 2 runs differ from DCP1.", capsys.readouterr().out)
 
@@ -131,7 +135,7 @@ def test_ranks_that_disagree_are_named(monkeypatch, capsys):
         return whole + 1e-6 if self.rank == 1 and x.shape[-1] == CONFIG.hidden_size else whole
 
     monkeypatch.setattr(LocalGroup, "all_reduce", strays)
-    odd = verify.as_threads(SETTINGS)
+    odd = verify.as_threads(FREE)
     assert odd.odd_ranks == [1] and not odd.ok and odd.rows[1].same
     assert verify.finish(odd, 0, None) == launch.DIFFERS
     assert "Ranks 1 computed other numbers than rank 0." in capsys.readouterr().out
@@ -139,8 +143,8 @@ def test_ranks_that_disagree_are_named(monkeypatch, capsys):
 
 def test_an_unwritten_row_shows(monkeypatch):
     """The scratch memory holds noise: it cannot be another request's good row."""
-    monkeypatch.setattr(engine, "Ops", lambda: Ops(norm_rope=broken.norm_rope_skip_dense_rows))
-    assert [row.same for row in verify.as_threads(SETTINGS).rows] == [True, False]
+    monkeypatch.setattr(verify_settings, "Ops", lambda: Ops(norm_rope=broken.norm_rope_skip_dense_rows))
+    assert [row.same for row in verify.as_threads(FREE).rows] == [True, False]
 
 
 # --- the door ---------------------------------------------------------------------------------------------------------
@@ -158,6 +162,10 @@ def test_an_unwritten_row_shows(monkeypatch):
         ({"device": "abacus"}, "abacus"),
         ({"cuda_graphs": True}, "--cuda-graphs needs --device cuda"),
         ({"checkpoint": Path("nowhere")}, "nowhere"),
+        ({"passes": ("free", "easy")}, "passes free, easy: choose from free, forced"),
+        ({"passes": ()}, "choose from free, forced"),
+        ({"plant": "gremlin"}, "no planted defect 'gremlin'; --plant list names them"),
+        ({"plant": "lse-base", "combine": "exact"}, "--plant goes with ag_rs or a2a"),
     ],
 )
 def test_settings_that_cannot_run_are_refused_before_anything_starts(monkeypatch, changes, message):
@@ -183,9 +191,9 @@ def command_line(monkeypatch, *arguments):
 def test_the_command_passes_its_options_on(monkeypatch, tmp_path):
     status, calls = command_line(
         monkeypatch, *"--tp 8 --dcp 1,8 --classes 512,8192 --prompts 2 --combine a2a --device cuda --procs 8".split(),
-        "--cuda-graphs", "--share-gpus", "--timeout", "60", "--record", str(tmp_path / "r.json"),
+        "--cuda-graphs", "--share-gpus", "--passes", "free", "--timeout", "60", "--record", str(tmp_path / "r.json"),
     )  # fmt: skip
-    settings = verify.Settings(8, (1, 8), ("512", "8192"), 2, "a2a", "cuda", True, True)
+    settings = verify.Settings(8, (1, 8), ("512", "8192"), 2, "a2a", "cuda", True, True, passes=("free",))
     assert (status, calls) == (0, [(settings, 8, 60.0, tmp_path / "r.json")])
     assert command_line(monkeypatch)[1] == [(verify.Settings(), None, 300.0, None)]
 
