@@ -12,8 +12,8 @@ output undefined, so +inf and NaN become -inf at the door and a zero weight *sel
 
 Shapes: T tokens, H heads of the whole group, h = H / P of one rank, P ranks or other partials, D value width. All in
 fp32, products before sums, sums in rank order: `ag_rs`, `a2a` and `merge_partials` give the same bits. With the wire
-"bf16" outputs travel in half the bytes, and each of the P terms is rounded once more, by at most half a bf16 ulp (2^-9
-of its size), so the result is within 2^-9 of the sum of the terms' sizes; sums stay fp32, an lse always travels whole.
+"bf16" outputs travel in half the bytes, and each of the P terms is rounded once more, by at most half a bf16 ulp (2^-8
+of its size), so the result is within 2^-8 of the sum of the terms' sizes; sums stay fp32, an lse always travels whole.
 
 The reference is torch, and what CPUs run; CUDA tensors go to combine_triton.py.
 
