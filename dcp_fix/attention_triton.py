@@ -23,9 +23,10 @@ import torch
 import triton
 import triton.language as tl
 
-from dcp_fix import workspace
+from dcp_fix import attention_flashmla, workspace
 from dcp_fix.kv_cache import LATENT, ROPE, TILE, TILES, latent_views
 
+FEW_HEADS = workspace.FEW_HEADS  # a program's, too, where programs of 64 would leave multiprocessors idle
 HOLED_SLOTS = 64  # up to here a piece is read with its holes: packing it would be a launch that costs more
 MERGED_COLUMNS = 128  # of the output, a program of _merge
 UNPACKED_ROWS = 16  # a program of _unpack
@@ -201,11 +202,14 @@ def sparse_partial_triton(q, kv, slots, scale, cache_format=None, kv_scale=None,
     value_scale = 1.0 if kv_scale is None else float(kv_scale)
     if plan.unpacked and fp8:
         kv, cache_format = unpack(kv, cache_format, q.dtype), None
+        if attention_flashmla.pays(heads, q.dtype):
+            return attention_flashmla.attend(q, kv, *pack(slots), scale * value_scale, value_scale)
     accumulators = workspace.allocate(plan, q.device)
     part, part_lse = accumulators if plan.splits > 1 else (out, lse)  # memory for [splits, T, H]: at least that large
     holes = topk <= plan.splits * HOLED_SLOTS
     packed, counts = (slots.contiguous(), None) if holes else pack(slots)
-    blocks = block_sizes(heads, q.dtype, kv.dtype == q.dtype)
+    few = tokens * plan.splits * triton.cdiv(heads, FEW_HEADS) <= 2 * num_sms(q.device)
+    blocks = block_sizes(FEW_HEADS if few else heads, q.dtype, kv.dtype == q.dtype)
     grid = (tokens * triton.cdiv(heads, blocks["BLOCK_H"]), plan.splits)
     _attend[grid](
         q, q.stride(0), q.stride(1), packed, counts, part, part_lse, tokens, heads, topk, scale * value_scale,

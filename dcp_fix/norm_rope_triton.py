@@ -15,6 +15,7 @@ from dcp_fix.norm_rope_inputs import IndexerInputs, check_inputs, index_slots
 from dcp_fix.norm_rope_kernel import fused_norm_rope_kernel
 
 MANY_TOKENS = 512  # from here on a program of the latent and index jobs takes several rows
+KEPT_LAUNCHES = 256  # signatures of arguments that are remembered
 
 
 def fused_norm_rope_triton(
@@ -38,62 +39,108 @@ def fused_norm_rope_triton(
     topk_indices: Tensor | None = None,
 ) -> Tensor:
     """`fused_norm_rope` as one launch; arguments, result and errors as there. Never waits for the device."""
-    check_inputs(
-        positions, q, q_weight, kv, kv_weight, k_pe, cos_sin, slot_mapping, kv_cache, cache_format, kv_scale, q_out,
-        kv_out, kpe_out, indexer, topk_indices,
+    given = (
+        positions, q, q_weight, kv, kv_weight, k_pe, cos_sin, slot_mapping, kv_cache, kv_scale, q_out, kv_out, kpe_out,
+        *indexer_tensors(indexer), topk_indices,
     )  # fmt: skip
+    rows = 4 if len(q) >= MANY_TOKENS else 1
+    key = (*map(signature, given), eps, cache_format, indexer and (indexer.eps, indexer.interleaved), rows)
+    launch = LAUNCHES.get(key)
+    if launch is None or not q.is_cuda:  # what a GPU's tensors hold is not looked at: their signatures decide
+        check_inputs(
+            positions, q, q_weight, kv, kv_weight, k_pe, cos_sin, slot_mapping, kv_cache, cache_format, kv_scale, q_out,
+            kv_out, kpe_out, indexer, topk_indices,
+        )  # fmt: skip
     q_out = torch.empty_like(q) if q_out is None else q_out
     if len(q) == 0:
         return q_out
-    optional = {}
+    tensors = {
+        "positions": positions, "q": q, "q_weight": q_weight, "q_out": q_out, "kv": kv, "kv_weight": kv_weight,
+        "k_pe": k_pe, "cos_sin": cos_sin, "kv_out": kv_out, "kpe_out": kpe_out,
+    }  # fmt: skip
     if kv_cache is not None and slot_mapping is not None:  # a profiling run has no slots
-        optional |= _latent_arguments(slot_mapping, kv_cache, cache_format, kv_scale)
-    if index_slots(indexer, slot_mapping) is not None:
-        optional |= _index_arguments(indexer, index_slots(indexer, slot_mapping))
-    if indexer is not None and topk_indices is not None:
-        optional |= _topk_arguments(topk_indices)
-    tokens, rows = len(q), 4 if len(q) >= MANY_TOKENS else 1
-    jobs = rows + 1 if "index_slots" not in optional else rows + 2
-    fused_norm_rope_kernel[(jobs, triton.cdiv(tokens, rows))](
-        positions=positions, eps=eps, tokens=tokens, q=q, q_stride=q.stride(0), q_weight=q_weight, q_out=q_out,
-        q_out_stride=q_out.stride(0), kv=kv, kv_stride=kv.stride(0), kv_weight=kv_weight, k_pe=k_pe,
-        k_pe_stride=k_pe.stride(0), cos_sin=cos_sin, cos_sin_stride=cos_sin.stride(0), table_rows=len(cos_sin),
-        Q_DIM=q.shape[1], Q_BLOCK=triton.next_power_of_2(q.shape[1]), ROWS=rows,
-        kv_out=kv_out, kv_out_stride=_stride(kv_out), kpe_out=kpe_out, kpe_out_stride=_stride(kpe_out),
-        **optional, num_warps=2, enable_fp_fusion=False,  # of 1, 2, 4 and 8 warps, 2 are fastest on an H200
-    )  # fmt: skip
+        latent, rope, scales = latent_views(kv_cache, cache_format)
+        tensors |= {"slot_mapping": slot_mapping, "cache_latent": latent, "cache_rope": rope, "tile_scales": scales}
+        tensors["kv_scale"] = kv_scale
+    if (slots := index_slots(indexer, slot_mapping)) is not None:
+        keys, scales = index_views(indexer.cache)
+        tensors |= {
+            "index_slots": slots, "index_k": indexer.k, "index_weight": indexer.weight, "index_bias": indexer.bias,
+            "index_cos_sin": indexer.cos_sin, "index_keys": keys, "index_scales": scales,
+        }  # fmt: skip
+    if indexer is not None:
+        tensors["topk_indices"] = topk_indices
+    if launch is None:
+        if len(LAUNCHES) >= KEPT_LAUNCHES:
+            LAUNCHES.clear()
+        launch = LAUNCHES[key] = Launch(numbers(tensors, eps, indexer, kv_cache, rows), rows)
+    launch.run(tensors)
     return q_out
 
 
-def _latent_arguments(slot_mapping: Tensor, kv_cache: Tensor, cache_format: str, kv_scale: Tensor | None) -> dict:
-    latent, rope, scales = latent_views(kv_cache, cache_format)
-    return {
-        "slot_mapping": slot_mapping, "BLOCK_SIZE": kv_cache.shape[1], "kv_scale": kv_scale,
-        "cache_latent": latent, "latent_block": _stride(latent), "latent_entry": _stride(latent, 1),
-        "cache_rope": rope, "rope_block": _stride(rope), "rope_entry": _stride(rope, 1),
-        "tile_scales": scales, "scales_block": _stride(scales), "scales_entry": _stride(scales, 1),
+class Launch:
+    """A launch whose tensors alone change: the grid, the numbers and, once compiled, the kernel itself.
+
+    Binding its sixty arguments anew each time takes Triton longer than one token takes the kernel.
+    """
+
+    def __init__(self, numbers: dict, rows: int) -> None:
+        self.kernel, self.numbers, self.compiled = fused_norm_rope_kernel, numbers, None
+        jobs = rows + 2 if "INDEX_HALF" in numbers else rows + 1
+        self.grid = (jobs, triton.cdiv(numbers["tokens"], rows), 1)
+
+    def run(self, tensors: dict) -> None:
+        """Launch with these tensors, which have the signatures of the first call's."""
+        if self.compiled is not None and self.kernel is fused_norm_rope_kernel:
+            arguments = self.numbers | tensors
+            self.compiled[self.grid](*map(arguments.get, self.kernel.arg_names))
+            return
+        self.kernel = fused_norm_rope_kernel
+        self.compiled = self.kernel[self.grid](  # None under the interpreter
+            **tensors, **self.numbers, num_warps=2, enable_fp_fusion=False
+        )
+
+
+LAUNCHES: dict[tuple, Launch] = {}
+
+
+def signature(x):
+    """What the check and the compiled kernel depend on, of a tensor; anything else is its own."""
+    return (x.shape, x.stride(), x.dtype, x.get_device(), x.data_ptr() % 16) if isinstance(x, Tensor) else x
+
+
+def indexer_tensors(indexer: IndexerInputs | None) -> tuple:
+    if indexer is None:
+        return ()
+    return indexer.k, indexer.weight, indexer.bias, indexer.cos_sin, indexer.cache, indexer.slot_mapping
+
+
+def numbers(tensors: dict, eps: float, indexer: IndexerInputs | None, kv_cache: Tensor | None, rows: int) -> dict:
+    """Everything else that the kernel takes: sizes, strides and what is known when compiling."""
+    stride = lambda name, dim=0: None if (x := tensors.get(name)) is None else x.stride(dim)  # noqa: E731
+    (tokens, width), table = tensors["q"].shape, tensors["cos_sin"]
+    given = {
+        "eps": eps, "tokens": tokens, "table_rows": len(table), "ROWS": rows,
+        "Q_DIM": width, "Q_BLOCK": triton.next_power_of_2(width),
     }  # fmt: skip
-
-
-def _index_arguments(indexer: IndexerInputs, slots: Tensor) -> dict:
-    keys, scales = index_views(indexer.cache)
-    table = indexer.cos_sin
-    return {
-        "index_slots": slots, "INDEX_BLOCK_SIZE": indexer.cache.shape[1],
-        "index_k": indexer.k, "index_k_stride": _stride(indexer.k),
-        "index_weight": indexer.weight, "index_bias": indexer.bias, "index_eps": indexer.eps,
-        "index_cos_sin": table, "index_cos_sin_stride": _stride(table), "index_table_rows": len(table),
-        "INDEX_HALF": table.shape[1] // 2, "INDEX_INTERLEAVED": indexer.interleaved,
-        "index_keys": keys, "index_keys_block": _stride(keys),
-        "index_scales": scales, "index_scales_block": _stride(scales),
-    }  # fmt: skip
-
-
-def _topk_arguments(topk_indices: Tensor) -> dict:
-    topk = topk_indices.shape[1]
-    block = triton.next_power_of_2(topk)
-    return {"topk_indices": topk_indices, "topk_stride": _stride(topk_indices), "TOPK": topk, "TOPK_BLOCK": block}
-
-
-def _stride(x: Tensor | None, dim: int = 0) -> int | None:
-    return None if x is None else x.stride(dim)
+    given |= {f"{name}_stride": stride(name) for name in ("q", "q_out", "kv", "k_pe", "cos_sin", "kv_out", "kpe_out")}
+    if "slot_mapping" in tensors:
+        given |= {
+            "BLOCK_SIZE": kv_cache.shape[1],
+            "latent_block": stride("cache_latent"), "latent_entry": stride("cache_latent", 1),
+            "rope_block": stride("cache_rope"), "rope_entry": stride("cache_rope", 1),
+            "scales_block": stride("tile_scales"), "scales_entry": stride("tile_scales", 1),
+        }  # fmt: skip
+    if "index_slots" in tensors:
+        table = indexer.cos_sin
+        given |= {
+            "index_eps": indexer.eps, "index_k_stride": stride("index_k"),
+            "index_cos_sin_stride": stride("index_cos_sin"), "index_table_rows": len(table),
+            "index_keys_block": stride("index_keys"),
+            "index_scales_block": stride("index_scales"), "INDEX_BLOCK_SIZE": indexer.cache.shape[1],
+            "INDEX_HALF": table.shape[1] // 2, "INDEX_INTERLEAVED": indexer.interleaved,
+        }  # fmt: skip
+    if (topk := tensors.get("topk_indices")) is not None:
+        width = topk.shape[1]
+        given |= {"topk_stride": topk.stride(0), "TOPK": width, "TOPK_BLOCK": triton.next_power_of_2(width)}
+    return given
