@@ -203,7 +203,7 @@ def sparse_partial_triton(q, kv, slots, scale, cache_format=None, kv_scale=None,
     if plan.unpacked and fp8:
         kv, cache_format = unpack(kv, cache_format, q.dtype), None
         if attention_flashmla.pays(heads, q.dtype):
-            return attention_flashmla.attend(q, kv, *pack(slots), scale * value_scale, value_scale)
+            return attention_flashmla.attend(q, kv, *pack(slots, tail=-1), scale * value_scale, value_scale)
     accumulators = workspace.allocate(plan, q.device)
     part, part_lse = accumulators if plan.splits > 1 else (out, lse)  # memory for [splits, T, H]: at least that large
     holes = topk <= plan.splits * HOLED_SLOTS
@@ -224,10 +224,12 @@ def sparse_partial_triton(q, kv, slots, scale, cache_format=None, kv_scale=None,
     return out, lse
 
 
-def pack(slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """ownership.pack_valid in one kernel: int32 [T, K] whose tail is left unwritten, counts int32 [T]."""
+def pack(slots: torch.Tensor, tail: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """ownership.pack_valid in one kernel: int32 [T, K] whose tail is `tail` or left unwritten, counts int32 [T]."""
     (tokens, topk), slots = slots.shape, slots.contiguous()
     packed = torch.empty(tokens, topk, dtype=torch.int32, device=slots.device)
+    if tail is not None:
+        packed.fill_(tail)
     counts = torch.empty(tokens, dtype=torch.int32, device=slots.device)
     _pack[(tokens,)](slots, packed, counts, topk, BLOCK=triton.next_power_of_2(topk))
     return packed, counts

@@ -185,6 +185,7 @@ def piece(tokens: int, heads: int, width: int, wire: torch.dtype) -> tuple[int, 
 
 
 def aligned(size: int) -> int:
+    """`size` bytes rounded up to whole ALIGNs."""
     return -(-size // ALIGN) * ALIGN
 
 

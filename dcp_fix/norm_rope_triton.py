@@ -110,6 +110,7 @@ def signature(x):
 
 
 def indexer_tensors(indexer: IndexerInputs | None) -> tuple:
+    """What `signature` is to see of the indexer."""
     if indexer is None:
         return ()
     return indexer.k, indexer.weight, indexer.bias, indexer.cos_sin, indexer.cache, indexer.slot_mapping

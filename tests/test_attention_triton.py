@@ -91,6 +91,9 @@ class Prefill:
         assert q.shape[1] % 64 == 0 and packed.dtype == counts.dtype == torch.int32
         out, lse = q.new_full((*q.shape[:2], width), NAN), q.new_full(q.shape[:2], INF, dtype=torch.float32)
         for token, count in enumerate(counts.tolist()):
+            assert (
+                packed[token, 0, count:].eq(-1).all()
+            )  # a slot there may name a row of NaN, which FlashMLA multiplies
             keys = rows[packed[token, 0, :count].long(), 0].double()
             if count:
                 scores = scale * q[token].double() @ keys.T
