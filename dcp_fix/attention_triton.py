@@ -57,25 +57,32 @@ def _pack(slots, packed, counts, topk, BLOCK: tl.constexpr):
 def _rows(
     slot, latent, latent_block, rope, rope_block, scales, scales_block,
     BLOCK_SIZE: tl.constexpr, BLOCK_K: tl.constexpr, LATENT_ENTRY: tl.constexpr, ROPE_ENTRY: tl.constexpr,
-    SCALES_ENTRY: tl.constexpr, TYPE: tl.constexpr, HOLES: tl.constexpr,
+    SCALES_ENTRY: tl.constexpr, TYPE: tl.constexpr, HOLES: tl.constexpr, OPAQUE: tl.constexpr = False,
 ):  # fmt: skip
     """The cache rows at int64 `slot` [BLOCK_K]: latents [BLOCK_K, 512] times their tile's scale, keys [BLOCK_K, 64].
 
-    With HOLES a negative slot gives zeros and nothing is read for it.
+    With HOLES a negative slot gives zeros and nothing is read for it. With OPAQUE the compiler cannot see through the
+    conversion: else, for mma.sync, it moves it behind the way through shared memory, once for each product, and loads
+    the codes synchronously.
     """
     held = (slot >= 0)[:, None] if HOLES else None
     nothing = 0.0 if HOLES else None
     slot = tl.maximum(slot, 0) if HOLES else slot
     block, entry = slot // BLOCK_SIZE, slot % BLOCK_SIZE
     at = block * latent_block + entry * LATENT_ENTRY
-    keys = tl.load(latent + at[:, None] + tl.arange(0, _LATENT)[None, :], mask=held, other=nothing).to(tl.float32)
+    keys = tl.load(latent + at[:, None] + tl.arange(0, _LATENT)[None, :], mask=held, other=nothing)
     at = block * rope_block + entry * ROPE_ENTRY
-    rotated = tl.load(rope + at[:, None] + tl.arange(0, _ROPE)[None, :], mask=held, other=nothing).to(tl.float32)
+    rotated = tl.load(rope + at[:, None] + tl.arange(0, _ROPE)[None, :], mask=held, other=nothing)
     if SCALES_ENTRY > 0:  # fp8_ds_mla: one scale per tile of the latent
         at = block * scales_block + entry * SCALES_ENTRY
         scale = tl.load(scales + at[:, None] + tl.arange(0, _TILES)[None, :], mask=held, other=nothing)
-        keys = tl.reshape(tl.reshape(keys, [BLOCK_K, _TILES, _TILE]) * scale[:, :, None], [BLOCK_K, _LATENT])
-    return keys.to(TYPE), rotated.to(TYPE)
+        keys = tl.reshape(
+            tl.reshape(keys.to(tl.float32), [BLOCK_K, _TILES, _TILE]) * scale[:, :, None], [BLOCK_K, _LATENT]
+        )
+    keys = keys.to(TYPE)
+    if OPAQUE:
+        keys = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [keys], dtype=keys.dtype, is_pure=False, pack=2)
+    return keys, rotated.to(TYPE)
 
 
 @triton.jit
@@ -89,6 +96,7 @@ def _walk(
 
     With HOLES the slots are as given, without they are packed.
     """
+    OPAQUE: tl.constexpr = BLOCK_H < 64 and TYPE != tl.float32 and latent.dtype.element_ty != TYPE
     row = q + token * q_token + head[:, None] * q_head
     own = head[:, None] < heads
     q_latent = tl.load(row + tl.arange(0, _LATENT)[None, :], mask=own, other=0.0)
@@ -102,7 +110,7 @@ def _walk(
         slot = tl.load(packed + tl.minimum(place, end - 1)).to(tl.int64)
         keys, rotated = _rows(
             slot, latent, latent_block, rope, rope_block, scales, scales_block,
-            BLOCK_SIZE, BLOCK_K, LATENT_ENTRY, ROPE_ENTRY, SCALES_ENTRY, TYPE, HOLES,
+            BLOCK_SIZE, BLOCK_K, LATENT_ENTRY, ROPE_ENTRY, SCALES_ENTRY, TYPE, HOLES, OPAQUE,
         )  # fmt: skip
         scores = tl.dot(q_latent, tl.trans(keys), input_precision="ieee")
         scores = tl.dot(q_rope, tl.trans(rotated), scores, input_precision="ieee")
@@ -260,7 +268,7 @@ def block_sizes(heads: int, dtype: torch.dtype, plain: bool = False) -> dict:
         block = 16 if heads <= 16 else 32 if heads <= 32 else 64
         return {"BLOCK_H": block, "BLOCK_K": 64, "num_warps": 8 if block == 64 else 4, "num_stages": 2}
     if heads <= 16:
-        return {"BLOCK_H": 16, "BLOCK_K": 32, "num_warps": 4, "num_stages": 2}
+        return {"BLOCK_H": 16, "BLOCK_K": 32, "num_warps": 4, "num_stages": 3}
     return {"BLOCK_H": 64, "BLOCK_K": 32, "num_warps": 8, "num_stages": 2}
 
 
