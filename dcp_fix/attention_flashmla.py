@@ -12,13 +12,14 @@ The first spends nothing on holes and needs no length on the host, so a CUDA gra
 dropped. The second must be fed packed slots cut to the longest row, which only a host that waited knows: cut shorter it
 would drop keys, so it is measured (kernel_bench.py) and not chosen by itself.
 
-Measured on one H200 with vLLM 0.30.0, K = 2048, T = 8192, milliseconds, beside our kernel over the same rows:
+Measured on one H200 with vLLM 0.30.0, K = 2048, T = 8192, milliseconds with the unpacking, ours over the same rows:
 
     heads        64                    32                    16
-    D = 1        4.29 of ours 9.22     4.36 of ours 5.40     4.20 of ours 3.99
-    D = 4        1.26 of ours 2.69     1.25 of ours 1.54     1.26 of ours 1.08
+    D = 1        4.84 of ours 9.27     5.06 of ours 6.06     4.83 of ours 4.06
+    D = 4        1.27 of ours 2.78     1.79 of ours 1.77     1.63 of ours 1.18
+    D = 8        0.85 of ours 1.72     1.36 of ours 1.03     1.19 of ours 0.68
 
-so it is chosen above 16 heads. Its output is rounded to bf16 once more, by half an ulp.
+so it is chosen above 32 heads (below 64 it pads). Its output is rounded to bf16 once more, by half an ulp.
 It does not: import vllm, or look for one by itself.
 """
 
@@ -27,12 +28,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from dcp_fix.combine_triton import merge
 from dcp_fix.errors import UserError
 from dcp_fix.kv_cache import LATENT
 
 LIBRARY = "vllm/_flashmla_C.abi3.so"
 HEADS = 64  # it computes this many, or twice as many
-PAYS_ABOVE = 16  # heads
+PAYS_ABOVE = 32  # heads
 CHOSEN: list = []  # the one backend in use, or nothing
 
 
@@ -84,9 +86,8 @@ def pays(heads: int, dtype: torch.dtype) -> bool:
 def attend(q, rows, packed, counts, scale: float, value_scale: float) -> tuple[Tensor, Tensor]:
     """attention.sparse_partial over unpacked rows: out fp32 [T, H, 512], lse fp32 [T, H], neutral where no key is."""
     out, lse = CHOSEN[0].prefill(q, rows, packed, counts, scale)
-    empty = (counts == 0)[:, None]
-    out = out.float() if value_scale == 1.0 else out.float() * value_scale
-    return out.masked_fill_(empty[..., None], 0.0), lse.masked_fill(empty, -torch.inf)
+    out, lse = merge(out[None], lse[None])  # of one partial: fp32, the marks of "no key" made neutral, in one pass
+    return out if value_scale == 1.0 else out.mul_(value_scale), lse
 
 
 def padded(q: Tensor) -> Tensor:

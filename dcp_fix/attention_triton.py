@@ -26,7 +26,7 @@ import triton.language as tl
 from dcp_fix import attention_flashmla, workspace
 from dcp_fix.kv_cache import LATENT, ROPE, TILE, TILES, latent_views
 
-FEW_HEADS = workspace.FEW_HEADS  # a program's, too, where programs of 64 would leave multiprocessors idle
+FEW_HEADS = 16  # of a program, also of more heads where that many programs have a multiprocessor each
 HOLED_SLOTS = 64  # up to here a piece is read with its holes: packing it would be a launch that costs more
 MERGED_COLUMNS = 128  # of the output, a program of _merge
 UNPACKED_ROWS = 16  # a program of _unpack
@@ -216,8 +216,10 @@ def sparse_partial_triton(q, kv, slots, scale, cache_format=None, kv_scale=None,
     part, part_lse = accumulators if plan.splits > 1 else (out, lse)  # memory for [splits, T, H]: at least that large
     holes = topk <= plan.splits * HOLED_SLOTS
     packed, counts = (slots.contiguous(), None) if holes else pack(slots)
-    few = tokens * plan.splits * triton.cdiv(heads, FEW_HEADS) <= 2 * num_sms(q.device)
-    blocks = block_sizes(FEW_HEADS if few else heads, q.dtype, kv.dtype == q.dtype)
+    alone = tokens * plan.splits * triton.cdiv(heads, FEW_HEADS) <= num_sms(q.device)
+    blocks = block_sizes(FEW_HEADS if alone else heads, q.dtype, kv.dtype == q.dtype)
+    if alone and blocks["BLOCK_H"] == FEW_HEADS:
+        blocks["num_warps"] = 8  # nothing else runs beside it
     grid = (tokens * triton.cdiv(heads, blocks["BLOCK_H"]), plan.splits)
     _attend[grid](
         q, q.stride(0), q.stride(1), packed, counts, part, part_lse, tokens, heads, topk, scale * value_scale,
@@ -268,7 +270,7 @@ def block_sizes(heads: int, dtype: torch.dtype, plain: bool = False) -> dict:
         block = 16 if heads <= 16 else 32 if heads <= 32 else 64
         return {"BLOCK_H": block, "BLOCK_K": 64, "num_warps": 8 if block == 64 else 4, "num_stages": 2}
     if heads <= 16:
-        return {"BLOCK_H": 16, "BLOCK_K": 32, "num_warps": 4, "num_stages": 3}
+        return {"BLOCK_H": 16, "BLOCK_K": 64, "num_warps": 4, "num_stages": 2}
     return {"BLOCK_H": 64, "BLOCK_K": 32, "num_warps": 8, "num_stages": 2}
 
 

@@ -295,7 +295,7 @@ def bench(
     tp: Annotated[int, typer.Option(min=1, help="Tensor-parallel size, over which 64 heads are shared.")] = 4,
     topk: Annotated[int, typer.Option(min=1, help="Selected keys of a token.")] = 2048,
     kernels: Annotated[bool, typer.Option("--kernels", help="Time our kernels by themselves instead.")] = False,
-    works: Annotated[str, typer.Option(help="With --kernels: which of them.")] = "norm,combine,attend",
+    works: Annotated[str, typer.Option(help="With --kernels: which of them.")] = "launch,norm,combine,attend",
     against: Annotated[
         Path | None,
         typer.Option(

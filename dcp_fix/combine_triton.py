@@ -213,6 +213,6 @@ def rows_of(x: Tensor) -> Tensor:
 
 def launch(rows: int, width: int) -> tuple[tuple[int], dict]:
     """Grid and block sizes for `rows` rows of `width`."""
-    many = 4 if rows >= WIDE_ROWS else 1
-    blocks = {"ROWS": many, "BLOCK": triton.next_power_of_2(width), "num_warps": 4 if many > 1 else 2}
+    many = 2 if rows >= WIDE_ROWS else 1
+    blocks = {"ROWS": many, "BLOCK": triton.next_power_of_2(width), "num_warps": many}
     return (triton.cdiv(rows, many),), blocks | {"enable_fp_fusion": False}

@@ -97,7 +97,7 @@ class Launch:
             return
         self.kernel = fused_norm_rope_kernel
         self.compiled = self.kernel[self.grid](  # None under the interpreter
-            **tensors, **self.numbers, num_warps=2, enable_fp_fusion=False
+            **tensors, **self.numbers, num_warps=4 if self.numbers["ROWS"] > 1 else 2, enable_fp_fusion=False
         )
 
 

@@ -6,8 +6,7 @@ nothing is split, the kernel writes its result directly, and there must be no ac
 decode once allocated them on every call, (1 + parts) copies of the result, 2052 MiB for 8192 tokens of 64 heads (vLLM
 issue 53413, PR 53755; broken.plan_always_allocate).
 
-    splits             num_sms // (tokens * ceil(heads / 64)), at least 1, at most one per 64 selected keys; up to 16
-                       heads, 2 * num_sms
+    splits             num_sms // (tokens * ceil(heads / 64)), at least 1, at most one per 64 selected keys
     partial            heads * (512 + 1) * 4 bytes per token: fp32 out and lse
     accumulators       splits partials, or none where splits = 1
     unpacked           rows of an fp8 cache, bf16 [576] each: all where many tokens select from few slots, else none
@@ -25,7 +24,6 @@ import torch
 from dcp_fix.kv_cache import LATENT, ROPE
 
 HEAD_BLOCK = 64  # heads that one kernel program computes
-FEW_HEADS = 16  # of which a program takes half a multiprocessor
 KEY_BLOCK = 64  # selected keys that one step of the kernel loads
 ROW_BYTES = 2 * (LATENT + ROPE)  # of an unpacked row, in the queries' bf16
 REUSE = 8  # how often each slot is selected, holes counted, where unpacking a cache pays
@@ -74,8 +72,7 @@ def plan(tokens: int, heads: int, topk: int, num_sms: int, budget_bytes: int | N
     (0, 32)
     """
     _check(tokens, heads, topk, num_sms)
-    beside = 2 if heads <= FEW_HEADS else 1  # programs of few heads run two to a multiprocessor
-    splits, rows = wanted_splits(tokens, heads, topk, beside * num_sms), tokens
+    splits, rows = wanted_splits(tokens, heads, topk, num_sms), tokens
     if budget_bytes is not None:
         fit = budget_bytes // partial_bytes(heads)  # partials that the budget holds
         if fit < 1:

@@ -101,7 +101,7 @@ class Prefill:
         return out, None, lse
 
 
-@pytest.mark.parametrize(("heads", "chosen"), [(16, False), (20, True)])
+@pytest.mark.parametrize(("heads", "chosen"), [(32, False), (40, True)])
 def test_flashmla_is_taken_where_it_pays(heads, chosen, monkeypatch):
     slots, calls = holed_slots(3, 33, 80, 0.5, seed=5), []
     cache, _ = filled_cache("fp8_ds_mla", slots)

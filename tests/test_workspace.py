@@ -102,7 +102,3 @@ def test_a_cache_is_unpacked_where_many_tokens_read_it_and_the_result_is_larger(
     assert planned(8192, 1 << 20).unpacked == 0  # read 16 times, but larger than the result
     whole = planned(8192, 65536).bytes
     assert planned(8192, 65536, whole).unpacked == 65536 and planned(8192, 65536, whole - 1).unpacked == 0
-
-
-def test_programs_of_few_heads_run_two_to_a_multiprocessor():
-    assert [plan(64, heads, 2048, 132).splits for heads in (16, 17, 64, 128)] == [4, 2, 2, 1]

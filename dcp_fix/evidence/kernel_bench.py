@@ -5,8 +5,8 @@
 Three works, in the sizes of GLM-5.2 (kernel_cases.py): fused norm and RoPE, the local parts of the combine, the sparse
 partial. Every contender first computes from fresh random inputs into memory that holds NaN (torch fills what it
 allocates), and must lie within the stated distance of an fp64 reference, or nothing is timed. A time is one replay of a
-CUDA graph that holds a call for each of several sets of inputs, so that small works do not read what the last call left
-in the L2 cache only; the median and the quartiles of REPEATS replays.
+CUDA graph that holds calls for each of several sets of inputs, so that small works do not read what the last call left
+in the L2 cache only, and not the start of a graph is timed; the median and the quartiles of REPEATS replays.
 
     floor    bytes that must move, each once, over the bandwidth of a device-to-device copy, or multiplications over the
              rate of a large bf16 product, whichever is longer; both rates are measured first
@@ -16,6 +16,7 @@ It does not: measure a wire or a model (bench.py has the step), or time what is 
 
 import json
 import statistics
+import time
 from collections.abc import Callable, Iterable
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -33,6 +34,11 @@ from dcp_fix.evidence.records import record
 from dcp_fix.evidence.upstream import Pieces
 
 REPEATS = 20
+CALLS, LONG_US = (
+    32,
+    20.0,
+)  # in one replay, or starting a graph is what is timed; of a work whose floor is that long, 1 a set
+LAUNCHES, WARM_UP = 300, 30  # from Python
 COPY_BYTES, PRODUCT = 1 << 32, 8192  # of the two ceilings
 
 
@@ -66,7 +72,7 @@ def ceilings() -> Ceilings:
     """Measured here and now, by medians."""
     source = torch.empty(COPY_BYTES, dtype=torch.uint8, device="cuda").random_(0, 255)
     target = torch.empty_like(source)
-    copy = statistics.median(replays(lambda: target.copy_(source), 1))
+    copy = statistics.median(replays(lambda: torch.bitwise_not(source, out=target), 1))  # a kernel, no copy engine
     a, b = (torch.randn(PRODUCT, PRODUCT, device="cuda").bfloat16() for _ in range(2))
     product = statistics.median(replays(lambda: a @ b, 1))
     return Ceilings(2 * COPY_BYTES / copy * 1e6, 2 * PRODUCT**3 / product * 1e6)
@@ -84,10 +90,18 @@ def measure(case: Case, limits: Ceilings, repeats: int = REPEATS) -> Iterable[Ro
                 f"{case.work} {case.sizes}: {name} is {error:.2e} from the fp64 reference, {case.allowed:.2e} is "
                 "allowed; wrong results are not timed"
             )
-        times = replays(lambda call=call: [call(i) for i in range(case.sets)], case.sets, repeats)
-        low, us, high = statistics.quantiles(times, n=4)
-        times = [round(x, 3) for x in (us, low, high)]
-        yield Row(case.work, case.sizes, name, error, case.allowed, *times, limits.floor_us(case))
+        low, us, high = (round(x, 3) for x in statistics.quantiles(timed(case, call, limits, repeats), n=4))
+        floor = 0.0 if case.host else limits.floor_us(case)
+        yield Row(case.work, case.sizes, name, error, case.allowed, us, low, high, floor)
+
+
+def timed(case: Case, call: Callable, limits: Ceilings, repeats: int) -> list[float]:
+    """Microseconds of a call, several times: on the host or by replays."""
+    if case.host:
+        return launches(lambda: call(0))
+    again = 1 if limits.floor_us(case) > LONG_US else -(-CALLS // case.sets)
+    sets = list(range(case.sets)) * again
+    return replays(lambda: [call(i) for i in sets], len(sets), repeats)
 
 
 @contextmanager
@@ -101,6 +115,17 @@ def poisoned():
     finally:
         torch.use_deterministic_algorithms(before[0])
         torch.utils.deterministic.fill_uninitialized_memory = before[1]
+
+
+def launches(call: Callable) -> list[float]:
+    """Microseconds of the host for each of LAUNCHES calls, the device idle before it."""
+    times = []
+    for _ in range(LAUNCHES + WARM_UP):
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        call()
+        times.append(1e6 * (time.perf_counter() - began))
+    return times[WARM_UP:]
 
 
 def replays(call: Callable, calls: int, repeats: int = REPEATS) -> list[float]:

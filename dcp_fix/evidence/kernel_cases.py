@@ -1,5 +1,6 @@
 """The works of kernel_bench.py: inputs, contenders, fp64 references and floors, in the sizes of GLM-5.2.
 
+    launch    what Python takes to launch the norm of one token, without a graph
     norm      fused norm and RoPE of T tokens, Lq = 2048, indexer, top-k 2048; a share `negative` of them owns no slot
     combine   local parts at D = 4, 64 heads: ag_rs (weigh) and a2a (pack, then merge), in bf16 and fp32
     attend    sparse partial of T tokens and H heads over 2048 selected of 65536 rows, of which a rank of D owns 1 / D
@@ -51,6 +52,7 @@ class Case:
     contenders: dict[str, Callable[[int], object]]
     error: Callable[[object], float]
     allowed: float
+    host: bool = False  # time the launch from Python instead of the kernel
 
 
 def away(got: Tensor, want: Tensor) -> float:
@@ -66,7 +68,7 @@ def sets_of(size: int) -> int:
 # --- norm -------------------------------------------------------------------------------------------------------------
 
 
-def norm(tokens: int, negative: float, device, pieces) -> Case:
+def norm(tokens: int, negative: float, device, pieces, host: bool = False) -> Case:
     """q_out and kv_out against fp64; the caches' bytes have tests of their own."""
     per_token = 4 * QUERY + 4 * (LATENT + ROPE) + 8 * ROPE + 4 * TOPK + 2 * INDEX_DIM
     size = tokens * (per_token + round((1 - negative) * (ENTRY_BYTES + INDEX_BYTES)))
@@ -75,9 +77,9 @@ def norm(tokens: int, negative: float, device, pieces) -> Case:
     if pieces:
         launch = pieces.norm_rope()
         contenders["upstream"] = lambda i: upstream_norm(launch, sets[i])
-    return Case(
-        "norm", {"T": tokens, "negative": negative}, len(sets), size, 0, contenders, norm_error, allowed=4e-3
-    )  # fmt: skip
+    name = "launch" if host else "norm"
+    sizes = {"T": tokens, "negative": negative}
+    return Case(name, sizes, len(sets), size, 0, contenders, norm_error, allowed=4e-3, host=host)
 
 
 def norm_inputs(tokens: int, negative: float, device, seed: int) -> dict:
@@ -277,6 +279,7 @@ def attend_error(q: Tensor, slots: Tensor, cache: Tensor, got) -> float:
 
 
 WORKS = {
+    "launch": [partial(norm, 1, 0, host=True)],
     "norm": [partial(norm, t, n) for t, n in ((1, 0), (128, 0), (1024, 0), (8192, 0), (8192, 0.75))],
     "combine": [
         partial(combine, m, t, w) for w in (BF16, torch.float32) for m in ("ag_rs", "a2a") for t in (1, 64, 1024, 8192)

@@ -18,6 +18,7 @@ pytestmark = [
 ]
 CPU, LIMITS = torch.device("cpu"), Ceilings(bytes=1e12, flops=1e12)
 MAKERS = {
+    "launch": lambda pieces: kernel_cases.norm(1, 0, CPU, pieces, host=True),
     "norm": lambda pieces: kernel_cases.norm(3, 0.5, CPU, pieces),
     "ag_rs": lambda pieces: kernel_cases.combine("ag_rs", 2, torch.float32, CPU, pieces),
     "a2a": lambda pieces: kernel_cases.combine("a2a", 2, torch.float32, CPU, pieces),
@@ -31,6 +32,8 @@ def small(monkeypatch):
     for name, value in sizes.items():
         monkeypatch.setattr(kernel_cases, name, value)
     monkeypatch.setattr(kernel_cases, "fused_norm_rope", reference_norm)
+    monkeypatch.setattr(kernel_bench, "CALLS", 1)
+    monkeypatch.setattr(kernel_bench, "launches", lambda call: [call() and 4.0] + [5.0, 6.0, 9.0])
     monkeypatch.setattr(kernel_bench, "replays", lambda call, calls, repeats=20: [call() and 4.0] + [5.0, 6.0, 9.0])
 
 
@@ -53,7 +56,7 @@ def test_a_case_is_right_and_timed(make):
     case = make(None)
     (row,) = measure(case, LIMITS)
     assert row.contender == "here" and row.error <= row.allowed and (row.low, row.us, row.high) == (4.25, 5.5, 8.25)
-    assert row.floor_us == round(max(case.bytes, case.flops) * 1e-6, 3) > 0
+    assert row.floor_us == 0 if case.host else row.floor_us == round(max(case.bytes, case.flops) * 1e-6, 3) > 0
 
 
 WRONG = {
@@ -108,7 +111,7 @@ def test_without_a_gpu_nothing_is_timed(monkeypatch, capsys, arguments, message)
 
 def test_unknown_works_and_folders_without_vllm_are_refused(monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    with pytest.raises(UserError, match="no work sort; choose from norm, combine, attend"):
+    with pytest.raises(UserError, match="no work sort; choose from launch, norm, combine, attend"):
         kernel_bench.main(("norm", "sort"), None, False, None)
     with pytest.raises(UserError, match="holds no folder vllm"):
         kernel_bench.main(("norm",), tmp_path, False, None)
