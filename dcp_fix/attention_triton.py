@@ -23,9 +23,13 @@ import torch
 import triton
 import triton.language as tl
 
-from dcp_fix import workspace
+from dcp_fix import attention_flashmla, workspace
 from dcp_fix.kv_cache import LATENT, ROPE, TILE, TILES, latent_views
 
+FEW_HEADS = 16  # of a program, also of more heads where that many programs have a multiprocessor each
+HOLED_SLOTS = 64  # up to here a piece is read with its holes: packing it would be a launch that costs more
+MERGED_COLUMNS = 128  # of the output, a program of _merge
+UNPACKED_ROWS = 16  # a program of _unpack
 INTERPRETED_SMS = 132  # what a CPU under the interpreter plans for
 TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}  # of queries and products
 
@@ -53,19 +57,32 @@ def _pack(slots, packed, counts, topk, BLOCK: tl.constexpr):
 def _rows(
     slot, latent, latent_block, rope, rope_block, scales, scales_block,
     BLOCK_SIZE: tl.constexpr, BLOCK_K: tl.constexpr, LATENT_ENTRY: tl.constexpr, ROPE_ENTRY: tl.constexpr,
-    SCALES_ENTRY: tl.constexpr, TYPE: tl.constexpr,
+    SCALES_ENTRY: tl.constexpr, TYPE: tl.constexpr, HOLES: tl.constexpr, OPAQUE: tl.constexpr = False,
 ):  # fmt: skip
-    """The cache rows at int64 `slot` [BLOCK_K]: latents [BLOCK_K, 512] times their tile's scale, keys [BLOCK_K, 64]."""
+    """The cache rows at int64 `slot` [BLOCK_K]: latents [BLOCK_K, 512] times their tile's scale, keys [BLOCK_K, 64].
+
+    With HOLES a negative slot gives zeros and nothing is read for it. With OPAQUE the compiler cannot see through the
+    conversion: else, for mma.sync, it moves it behind the way through shared memory, once for each product, and loads
+    the codes synchronously.
+    """
+    held = (slot >= 0)[:, None] if HOLES else None
+    nothing = 0.0 if HOLES else None
+    slot = tl.maximum(slot, 0) if HOLES else slot
     block, entry = slot // BLOCK_SIZE, slot % BLOCK_SIZE
     at = block * latent_block + entry * LATENT_ENTRY
-    keys = tl.load(latent + at[:, None] + tl.arange(0, _LATENT)[None, :]).to(tl.float32)
+    keys = tl.load(latent + at[:, None] + tl.arange(0, _LATENT)[None, :], mask=held, other=nothing)
     at = block * rope_block + entry * ROPE_ENTRY
-    rotated = tl.load(rope + at[:, None] + tl.arange(0, _ROPE)[None, :]).to(tl.float32)
+    rotated = tl.load(rope + at[:, None] + tl.arange(0, _ROPE)[None, :], mask=held, other=nothing)
     if SCALES_ENTRY > 0:  # fp8_ds_mla: one scale per tile of the latent
         at = block * scales_block + entry * SCALES_ENTRY
-        scale = tl.load(scales + at[:, None] + tl.arange(0, _TILES)[None, :])
-        keys = tl.reshape(tl.reshape(keys, [BLOCK_K, _TILES, _TILE]) * scale[:, :, None], [BLOCK_K, _LATENT])
-    return keys.to(TYPE), rotated.to(TYPE)
+        scale = tl.load(scales + at[:, None] + tl.arange(0, _TILES)[None, :], mask=held, other=nothing)
+        keys = tl.reshape(
+            tl.reshape(keys.to(tl.float32), [BLOCK_K, _TILES, _TILE]) * scale[:, :, None], [BLOCK_K, _LATENT]
+        )
+    keys = keys.to(TYPE)
+    if OPAQUE:
+        keys = tl.inline_asm_elementwise("mov.b32 $0, $1;", "=r,r", [keys], dtype=keys.dtype, is_pure=False, pack=2)
+    return keys, rotated.to(TYPE)
 
 
 @triton.jit
@@ -73,9 +90,13 @@ def _walk(
     q, q_token, q_head, token, head, heads, packed, begin, end, scale, value_scale,
     latent, latent_block, rope, rope_block, scales, scales_block,
     BLOCK_SIZE: tl.constexpr, LATENT_ENTRY: tl.constexpr, ROPE_ENTRY: tl.constexpr, SCALES_ENTRY: tl.constexpr,
-    BLOCK_H: tl.constexpr, BLOCK_K: tl.constexpr, TYPE: tl.constexpr,
+    BLOCK_H: tl.constexpr, BLOCK_K: tl.constexpr, TYPE: tl.constexpr, HOLES: tl.constexpr = False,
 ):  # fmt: skip
-    """The partial of one token's heads [BLOCK_H] over its packed slots begin .. end - 1: out [BLOCK_H, 512], lse."""
+    """The partial of one token's heads [BLOCK_H] over its slots begin .. end - 1: out [BLOCK_H, 512], lse.
+
+    With HOLES the slots are as given, without they are packed.
+    """
+    OPAQUE: tl.constexpr = BLOCK_H < 64 and TYPE != tl.float32 and latent.dtype.element_ty != TYPE
     row = q + token * q_token + head[:, None] * q_head
     own = head[:, None] < heads
     q_latent = tl.load(row + tl.arange(0, _LATENT)[None, :], mask=own, other=0.0)
@@ -89,20 +110,25 @@ def _walk(
         slot = tl.load(packed + tl.minimum(place, end - 1)).to(tl.int64)
         keys, rotated = _rows(
             slot, latent, latent_block, rope, rope_block, scales, scales_block,
-            BLOCK_SIZE, BLOCK_K, LATENT_ENTRY, ROPE_ENTRY, SCALES_ENTRY, TYPE,
+            BLOCK_SIZE, BLOCK_K, LATENT_ENTRY, ROPE_ENTRY, SCALES_ENTRY, TYPE, HOLES, OPAQUE,
         )  # fmt: skip
         scores = tl.dot(q_latent, tl.trans(keys), input_precision="ieee")
         scores = tl.dot(q_rope, tl.trans(rotated), scores, input_precision="ieee")
-        scores = tl.where(place[None, :] < end, scores * (scale * _LOG2_E), float("-inf"))
+        live = place < end
+        if HOLES:
+            live = live & (slot >= 0)
+        scores = tl.where(live[None, :], scores * (scale * _LOG2_E), float("-inf"))
         new_top = tl.maximum(top, tl.max(scores, axis=1))
-        weights = tl.exp2(scores - new_top[:, None])
-        keep = tl.exp2(top - new_top)
+        finite = tl.where(new_top == float("-inf"), 0.0, new_top) if HOLES else new_top  # a block of nothing but holes
+        weights = tl.exp2(scores - finite[:, None])
+        keep = tl.exp2(top - finite)
         total = total * keep + tl.sum(weights, axis=1)
         acc = tl.dot(weights.to(TYPE), keys, acc * keep[:, None], input_precision="ieee")
         top = new_top
 
-    empty = begin >= end  # the neutral element, selected: 0 / 0 is NaN
-    result = tl.where(empty, 0.0, acc / total[:, None] * value_scale)
+    # The neutral element, selected: 0 / 0 is NaN.
+    empty = top == float("-inf") if HOLES else tl.full([BLOCK_H], begin >= end, tl.int1)
+    result = tl.where(empty[:, None], 0.0, acc / total[:, None] * value_scale)
     return result, tl.where(empty, float("-inf"), (top + tl.log2(total)) * _LN_2)
 
 
@@ -111,22 +137,22 @@ def _attend(
     q, q_token, q_head, packed, counts, out, lse, tokens, heads, topk, scale, value_scale,
     latent, latent_block, rope, rope_block, scales, scales_block,
     BLOCK_SIZE: tl.constexpr, LATENT_ENTRY: tl.constexpr, ROPE_ENTRY: tl.constexpr, SCALES_ENTRY: tl.constexpr,
-    SPLITS: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_K: tl.constexpr, TYPE: tl.constexpr,
+    SPLITS: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_K: tl.constexpr, TYPE: tl.constexpr, HOLES: tl.constexpr,
 ):  # fmt: skip
     head_blocks = tl.cdiv(heads, BLOCK_H)
     token = (tl.program_id(0) // head_blocks).to(tl.int64)
     head = tl.program_id(0) % head_blocks * BLOCK_H + tl.arange(0, BLOCK_H)
     split = tl.program_id(1)
 
-    # This program's piece of the packed slots: whole blocks, so that only the last piece has a ragged one.
-    count = tl.load(counts + token)
+    # This program's piece of the slots: whole blocks, so that only the last piece has a ragged one.
+    count = topk if HOLES else tl.load(counts + token)
     span = tl.cdiv(tl.cdiv(count, SPLITS), BLOCK_K) * BLOCK_K
     begin = split * span
     end = tl.minimum(count, begin + span)
     result, natural = _walk(
         q, q_token, q_head, token, head, heads, packed + token * topk, begin, end, scale, value_scale,
         latent, latent_block, rope, rope_block, scales, scales_block,
-        BLOCK_SIZE, LATENT_ENTRY, ROPE_ENTRY, SCALES_ENTRY, BLOCK_H, BLOCK_K, TYPE,
+        BLOCK_SIZE, LATENT_ENTRY, ROPE_ENTRY, SCALES_ENTRY, BLOCK_H, BLOCK_K, TYPE, HOLES,
     )  # fmt: skip
     at = (split.to(tl.int64) * tokens + token) * heads + head
     tl.store(out + at[:, None] * _LATENT + tl.arange(0, _LATENT)[None, :], result, mask=head[:, None] < heads)
@@ -134,69 +160,117 @@ def _attend(
 
 
 @triton.jit
-def _merge(parts, part_lse, out, lse, SPLITS: tl.constexpr, BLOCK_S: tl.constexpr):
-    """combine.merge_partials for one head of one token, splits in order."""
-    at = tl.program_id(0).to(tl.int64)
-    stride = tl.num_programs(0).to(tl.int64)
+def _merge(parts, part_lse, out, lse, SPLITS: tl.constexpr, BLOCK_S: tl.constexpr, COLUMNS: tl.constexpr):
+    """combine.merge_partials for one head of one token, splits in order; COLUMNS of the output a program."""
+    at, rows = tl.program_id(0).to(tl.int64), tl.num_programs(0).to(tl.int64)
     split = tl.arange(0, BLOCK_S)
-    logs = tl.load(part_lse + split * stride + at, mask=split < SPLITS, other=float("-inf"))
+    logs = tl.load(part_lse + split * rows + at, mask=split < SPLITS, other=float("-inf"))
     top = tl.max(logs, axis=0)
-    finite_top = tl.where(top == float("-inf"), 0.0, top)
-    total = tl.sum(tl.exp(logs - finite_top), axis=0)
-    acc = tl.zeros([_LATENT], tl.float32)
-    for s in range(SPLITS):
-        weight = tl.exp(tl.load(part_lse + s * stride + at) - finite_top) / tl.where(total > 0, total, 1.0)
-        part = tl.load(parts + (s * stride + at) * _LATENT + tl.arange(0, _LATENT))
-        acc += weight * part  # an empty piece is (0, -inf), never NaN
-    tl.store(out + at * _LATENT + tl.arange(0, _LATENT), acc)
-    tl.store(lse + at, top + tl.log(total))
+    weights = tl.exp(logs - tl.where(top == float("-inf"), 0.0, top))
+    total = tl.sum(weights, axis=0)
+    column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    place = (split * rows + at)[:, None] * _LATENT + column[None, :]
+    values = tl.load(parts + place, mask=weights[:, None] > 0, other=0.0)  # a weight of zero selects: 0 x NaN is NaN
+    merged = tl.sum(values * weights[:, None], axis=0) / tl.where(total > 0, total, 1.0)
+    tl.store(out + at * _LATENT + column, merged)
+    tl.store(lse + at, top + tl.log(total), mask=tl.program_id(1) == 0)
+
+
+@triton.jit
+def _unpack(
+    latent, latent_block, rope, rope_block, scales, scales_block, rows, capacity,
+    BLOCK_SIZE: tl.constexpr, LATENT_ENTRY: tl.constexpr, ROPE_ENTRY: tl.constexpr, SCALES_ENTRY: tl.constexpr,
+    BLOCK_K: tl.constexpr, TYPE: tl.constexpr,
+):  # fmt: skip
+    slot = tl.program_id(0).to(tl.int64) * BLOCK_K + tl.arange(0, BLOCK_K)
+    keys, rotated = _rows(
+        tl.minimum(slot, capacity - 1), latent, latent_block, rope, rope_block, scales, scales_block,
+        BLOCK_SIZE, BLOCK_K, LATENT_ENTRY, ROPE_ENTRY, SCALES_ENTRY, TYPE, False,
+    )  # fmt: skip
+    row, held = rows + slot[:, None] * (_LATENT + _ROPE), (slot < capacity)[:, None]
+    tl.store(row + tl.arange(0, _LATENT)[None, :], keys, mask=held)
+    tl.store(row + _LATENT + tl.arange(0, _ROPE)[None, :], rotated, mask=held)
 
 
 def sparse_partial_triton(q, kv, slots, scale, cache_format=None, kv_scale=None, plan=None):
-    """q [T, H, 576], slots int [T, K] (-1 = hole) -> out fp32 [T, H, 512], natural lse fp32 [T, H]."""
+    """attention.sparse_partial as up to four launches; arguments, result and errors as there. Never waits for the
+    device. Without a plan it makes one, that may unpack the cache.
+    """
     (tokens, heads, _), topk = q.shape, slots.shape[1]
     q = q if q.stride(2) == 1 else q.contiguous()
     out = torch.empty(tokens, heads, LATENT, device=q.device)
     lse = torch.empty(tokens, heads, device=q.device)
     if tokens == 0 or topk == 0:
         return out.zero_(), lse.fill_(-torch.inf)
-    plan = plan or workspace.plan(tokens, heads, topk, num_sms(q.device))
+    fp8 = cache_format not in (None, "bf16")
+    capacity = kv.shape[0] * kv.shape[1] if fp8 and q.dtype != torch.float32 else 0
+    plan = plan or workspace.plan(tokens, heads, topk, num_sms(q.device), capacity=capacity)
     if tokens > plan.token_chunk or heads > plan.heads:
         raise ValueError(f"{tokens} tokens of {heads} heads do not fit {plan}: pass the tokens of one chunk")
+    value_scale = 1.0 if kv_scale is None else float(kv_scale)
+    if plan.unpacked and fp8:
+        kv, cache_format = unpack(kv, cache_format, q.dtype), None
+        if attention_flashmla.pays(heads, q.dtype):
+            return attention_flashmla.attend(q, kv, *pack(slots, tail=-1), scale * value_scale, value_scale)
     accumulators = workspace.allocate(plan, q.device)
     part, part_lse = accumulators if plan.splits > 1 else (out, lse)  # memory for [splits, T, H]: at least that large
-    packed, counts = pack(slots)
-    blocks, value_scale = block_sizes(heads, q.dtype), 1.0 if kv_scale is None else float(kv_scale)
+    holes = topk <= plan.splits * HOLED_SLOTS
+    packed, counts = (slots.contiguous(), None) if holes else pack(slots)
+    alone = tokens * plan.splits * triton.cdiv(heads, FEW_HEADS) <= num_sms(q.device)
+    blocks = block_sizes(FEW_HEADS if alone else heads, q.dtype, kv.dtype == q.dtype)
+    if alone and blocks["BLOCK_H"] == FEW_HEADS:
+        blocks["num_warps"] = 8  # nothing else runs beside it
     grid = (tokens * triton.cdiv(heads, blocks["BLOCK_H"]), plan.splits)
     _attend[grid](
         q, q.stride(0), q.stride(1), packed, counts, part, part_lse, tokens, heads, topk, scale * value_scale,
-        value_scale, **cache_arguments(kv, cache_format), SPLITS=plan.splits, TYPE=TYPES[q.dtype], **blocks,
+        value_scale, **cache_arguments(kv, cache_format), SPLITS=plan.splits, TYPE=TYPES[q.dtype], HOLES=holes,
+        **blocks,
     )  # fmt: skip
     if plan.splits > 1:
-        _merge[(tokens * heads,)](
-            part, part_lse, out, lse, SPLITS=plan.splits, BLOCK_S=triton.next_power_of_2(plan.splits)
-        )
+        _merge[(tokens * heads, LATENT // MERGED_COLUMNS)](
+            part, part_lse, out, lse, SPLITS=plan.splits, BLOCK_S=triton.next_power_of_2(plan.splits),
+            COLUMNS=MERGED_COLUMNS,
+        )  # fmt: skip
     return out, lse
 
 
-def pack(slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """ownership.pack_valid in one kernel: int32 [T, K] whose tail is left unwritten, counts int32 [T]."""
+def pack(slots: torch.Tensor, tail: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+    """ownership.pack_valid in one kernel: int32 [T, K] whose tail is `tail` or left unwritten, counts int32 [T]."""
     (tokens, topk), slots = slots.shape, slots.contiguous()
     packed = torch.empty(tokens, topk, dtype=torch.int32, device=slots.device)
+    if tail is not None:
+        packed.fill_(tail)
     counts = torch.empty(tokens, dtype=torch.int32, device=slots.device)
     _pack[(tokens,)](slots, packed, counts, topk, BLOCK=triton.next_power_of_2(topk))
     return packed, counts
 
 
-def block_sizes(heads: int, dtype: torch.dtype) -> dict:
-    """Heads and keys per step, warps, pipeline depth: as large as sm_90 has registers for.
+def unpack(kv: torch.Tensor, cache_format: str, dtype: torch.dtype) -> torch.Tensor:
+    """Every row of an fp8 cache by its slot, in the queries' type: [B * block_size, 576]. A row is what the attention
+    kernel itself would make of the entry, bit for bit; the one scale of "fp8" stays out, as there.
+    """
+    capacity = kv.shape[0] * kv.shape[1]
+    rows = torch.empty(capacity, LATENT + ROPE, dtype=dtype, device=kv.device)
+    _unpack[(triton.cdiv(capacity, UNPACKED_ROWS),)](
+        **cache_arguments(kv, cache_format), rows=rows, capacity=capacity, BLOCK_K=UNPACKED_ROWS, TYPE=TYPES[dtype],
+        num_warps=4,
+    )  # fmt: skip
+    return rows
 
-    The accumulator [64, 512] alone takes half of those of 8 warps; 64 keys per step instead of 32 spill some.
+
+def block_sizes(heads: int, dtype: torch.dtype, plain: bool = False) -> dict:
+    """Heads and keys per step, warps, pipeline depth: as large as sm_90 has registers and shared memory for.
+
+    The accumulator [64, 512] alone takes half the registers of 8 warps. `plain` rows go to shared memory as they are,
+    and registers are left for 64 keys a step; rows that are converted pass through registers, and 64 keys spill.
     """
     if dtype == torch.float32:
         return {"BLOCK_H": 16, "BLOCK_K": 16, "num_warps": 8, "num_stages": 1}
+    if plain:
+        block = 16 if heads <= 16 else 32 if heads <= 32 else 64
+        return {"BLOCK_H": block, "BLOCK_K": 64, "num_warps": 8 if block == 64 else 4, "num_stages": 2}
     if heads <= 16:
-        return {"BLOCK_H": 16, "BLOCK_K": 32, "num_warps": 4, "num_stages": 2}
+        return {"BLOCK_H": 16, "BLOCK_K": 64, "num_warps": 4, "num_stages": 2}
     return {"BLOCK_H": 64, "BLOCK_K": 32, "num_warps": 8, "num_stages": 2}
 
 

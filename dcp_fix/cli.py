@@ -294,11 +294,27 @@ def bench(
     dcp: Annotated[str, typer.Option(help="DCP sizes, divisors of --tp.")] = "1,4",
     tp: Annotated[int, typer.Option(min=1, help="Tensor-parallel size, over which 64 heads are shared.")] = 4,
     topk: Annotated[int, typer.Option(min=1, help="Selected keys of a token.")] = 2048,
+    kernels: Annotated[bool, typer.Option("--kernels", help="Time our kernels by themselves instead.")] = False,
+    works: Annotated[str, typer.Option(help="With --kernels: which of them.")] = "launch,norm,combine,attend",
+    against: Annotated[
+        Path | None,
+        typer.Option(
+            exists=True, file_okay=False, help="With --kernels: a folder with an unpacked or installed vLLM, to beat."
+        ),
+    ] = None,
+    json: Annotated[bool, typer.Option("--json", help="With --kernels: print JSON instead of a table.")] = False,
     record: Annotated[
         Path | None, typer.Option(dir_okay=False, callback=in_a_folder, help="Write the measurements to this file.")
     ] = None,
 ) -> None:
-    """Time one rank's decode attention, ordinary and exact, and count the bytes that it sends."""
+    """Time one rank's decode attention, ordinary and exact, and count the bytes that it sends.
+
+    With --kernels: the kernels beside those of a vLLM, each checked against fp64 before it is timed.
+    """
+    if kernels or against or json:
+        from dcp_fix.evidence import kernel_bench
+
+        raise typer.Exit(kernel_bench.main(tuple(works.split(",")), against, json, record))
     from dcp_fix.evidence import bench as benchmark
 
     sizes = (numbers(tokens), numbers(contexts), numbers(dcp))

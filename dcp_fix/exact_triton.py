@@ -76,14 +76,14 @@ def _attend_leaf(
 
 
 @triton.jit
-def _ancestor(parts, part_lse, at, stride, FIRST: tl.constexpr, STEP: tl.constexpr, COUNT: tl.constexpr):
+def _ancestor(parts, stride, logs, log_stride, at, FIRST: tl.constexpr, STEP: tl.constexpr, COUNT: tl.constexpr):
     """The ancestor of the nodes FIRST, FIRST + STEP ..., COUNT of them: out [512] and lse of one head."""
     if COUNT == 1:
-        place = FIRST * stride + at
-        return tl.load(parts + place * _LATENT + tl.arange(0, _LATENT)), tl.load(part_lse + place)
+        place = parts + FIRST * stride + at * _LATENT
+        return tl.load(place + tl.arange(0, _LATENT)), tl.load(logs + FIRST * log_stride + at)
     else:
-        out_a, lse_a = _ancestor(parts, part_lse, at, stride, FIRST, 2 * STEP, COUNT // 2)
-        out_b, lse_b = _ancestor(parts, part_lse, at, stride, FIRST + STEP, 2 * STEP, COUNT // 2)
+        out_a, lse_a = _ancestor(parts, stride, logs, log_stride, at, FIRST, 2 * STEP, COUNT // 2)
+        out_b, lse_b = _ancestor(parts, stride, logs, log_stride, at, FIRST + STEP, 2 * STEP, COUNT // 2)
         return _merge_pair(out_a, lse_a, out_b, lse_b)
 
 
@@ -98,10 +98,10 @@ def _merge_pair(out_a, lse_a, out_b, lse_b):
     return weight_a / share * out_a + weight_b / share * out_b, top + tl.log(total)  # an empty leaf is 0, never NaN
 
 
-@triton.jit(do_not_specialize=["stride"])
-def _merge_node(parts, part_lse, out, lse, stride, NODES: tl.constexpr):
+@triton.jit(do_not_specialize=["log_stride"])
+def _merge_node(parts, stride, logs, log_stride, out, lse, NODES: tl.constexpr):
     at = tl.program_id(0).to(tl.int64)
-    result, natural = _ancestor(parts, part_lse, at, stride.to(tl.int64), 0, 1, NODES)
+    result, natural = _ancestor(parts, stride.to(tl.int64), logs, log_stride.to(tl.int64), at, 0, 1, NODES)
     tl.store(out + at * _LATENT + tl.arange(0, _LATENT), result)
     tl.store(lse + at, natural)
 
@@ -141,11 +141,10 @@ def merge_tree_triton(out: torch.Tensor, lse: torch.Tensor) -> tuple[torch.Tenso
     """exact.merge_tree: out [P, T, H, 512], lse [P, T, H] -> out [T, H, 512], lse [T, H]."""
     if len(out) == 1:
         return out[0], lse[0]
-    out, lse = out.contiguous(), lse.contiguous()
+    out, lse = (x if x[0].is_contiguous() else x.contiguous() for x in (out, lse))
     merged, merged_lse = torch.empty_like(out[0]), torch.empty_like(lse[0])
     if merged_lse.numel():
         _merge_node[(merged_lse.numel(),)](
-            out, lse, merged, merged_lse, merged_lse.numel(), NODES=len(out),
-            enable_fp_fusion=False,
-        )  # fmt: skip
+            out, out.stride(0), lse, lse.stride(0), merged, merged_lse, NODES=len(out), enable_fp_fusion=False
+        )
     return merged, merged_lse

@@ -9,21 +9,24 @@ issue 53413, PR 53755; broken.plan_always_allocate).
     splits             num_sms // (tokens * ceil(heads / 64)), at least 1, at most one per 64 selected keys
     partial            heads * (512 + 1) * 4 bytes per token: fp32 out and lse
     accumulators       splits partials, or none where splits = 1
-    bytes              the result's partial plus the accumulators, for the tokens of one chunk
+    unpacked           rows of an fp8 cache, bf16 [576] each: all where many tokens select from few slots, else none
+    bytes              the result's partial, the accumulators and the unpacked rows, for the tokens of one chunk
 
 A budget is met by fewer splits first and by chunks of tokens then, so only a token that does not fit alone is an error.
 
 It does not: run anything, or count what the caller holds (queries, caches, gathered heads).
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
-from dcp_fix.kv_cache import LATENT
+from dcp_fix.kv_cache import LATENT, ROPE
 
 HEAD_BLOCK = 64  # heads that one kernel program computes
 KEY_BLOCK = 64  # selected keys that one step of the kernel loads
+ROW_BYTES = 2 * (LATENT + ROPE)  # of an unpacked row, in the queries' bf16
+REUSE = 8  # how often each slot is selected, holes counted, where unpacking a cache pays
 MIB = 1 << 20
 
 
@@ -41,6 +44,7 @@ class Plan:
     splits: int
     token_chunk: int
     accumulators: int  # partials per token beside the result: 0 where nothing is split
+    unpacked: int = 0  # rows of an fp8 cache that are unpacked once, for all tokens: none or all
 
     @property
     def accumulator_bytes(self) -> int:
@@ -48,16 +52,19 @@ class Plan:
 
     @property
     def bytes(self) -> int:
-        """What one chunk holds at once: its fp32 result and lse, and the accumulators."""
-        return (1 + self.accumulators) * self.token_chunk * partial_bytes(self.heads)
+        """What one chunk holds at once: its fp32 result and lse, the accumulators and the unpacked rows."""
+        partials = (1 + self.accumulators) * self.token_chunk * partial_bytes(self.heads)
+        return partials + self.unpacked * ROW_BYTES
 
     def chunks(self) -> list[slice]:
         """Slices over the tokens, in order."""
         return [slice(i, min(i + self.token_chunk, self.tokens)) for i in range(0, self.tokens, self.token_chunk)]
 
 
-def plan(tokens: int, heads: int, topk: int, num_sms: int, budget_bytes: int | None = None) -> Plan:
+def plan(tokens: int, heads: int, topk: int, num_sms: int, budget_bytes: int | None = None, capacity: int = 0) -> Plan:
     """The plan for `tokens` queries of `heads` heads over `topk` selected keys on a GPU of `num_sms` multiprocessors.
+
+    `capacity` is the number of slots of an fp8 cache that may be unpacked, 0 for a cache that may not.
 
     Raises WorkspaceError if not even one token fits `budget_bytes`.
 
@@ -75,7 +82,8 @@ def plan(tokens: int, heads: int, topk: int, num_sms: int, budget_bytes: int | N
             )
         splits = max(1, min(splits, fit // tokens - 1))
         rows = _even_chunk(tokens, fit) if splits == 1 else tokens
-    return Plan(tokens, heads, topk, splits, rows, splits if splits > 1 else 0)
+    whole = Plan(tokens, heads, topk, splits, rows, splits if splits > 1 else 0)
+    return replace(whole, unpacked=capacity) if _unpacking_pays(whole, capacity, budget_bytes) else whole
 
 
 def allocate(plan: Plan, device) -> tuple[torch.Tensor, torch.Tensor] | None:
@@ -95,6 +103,13 @@ def wanted_splits(tokens: int, heads: int, topk: int, num_sms: int) -> int:
 def partial_bytes(heads: int) -> int:
     """One token's fp32 out and lse."""
     return heads * (LATENT + 1) * 4
+
+
+def _unpacking_pays(plan: Plan, capacity: int, budget_bytes: int | None) -> bool:
+    """Whether rows are read often enough, and fit beside the result without outweighing it."""
+    extra = capacity * ROW_BYTES
+    room = plan.bytes if budget_bytes is None else min(plan.bytes, budget_bytes - plan.bytes)
+    return plan.splits == 1 and 0 < capacity * REUSE <= plan.token_chunk * plan.topk and extra <= room
 
 
 def _even_chunk(tokens: int, most: int) -> int:

@@ -1,4 +1,5 @@
-"""Compiles the fused kernel for Hopper without a GPU and prints {"format": {"ptx": ..., "ttir": ...}} as JSON.
+"""Compiles the fused kernel for Hopper without a GPU and prints {"format": {"ptx": ..., "ttir": ...}} as JSON; "many"
+is fp8_ds_mla for as many tokens as take several rows a program.
 
 A process of its own: where Triton interprets, there is nothing to compile. Arguments are those of the launcher itself.
 """
@@ -35,7 +36,7 @@ def launch_arguments(cache_format: str, tokens: int = 4) -> dict:
     def bf16(*shape):
         return torch.zeros(shape, dtype=torch.bfloat16)
 
-    table, slots = torch.zeros(8, 64), torch.arange(tokens)
+    table, slots = torch.zeros(8, 64), torch.arange(tokens) % 8
     recorder = norm_rope_triton.fused_norm_rope_kernel = Recorder()
     norm_rope_triton.fused_norm_rope_triton(
         slots, bf16(tokens, 1536), bf16(1536), bf16(tokens, 512), bf16(512), bf16(tokens, 64), table, eps=1e-5,
@@ -66,4 +67,6 @@ def compiled(arguments: dict) -> dict:
 
 
 if __name__ == "__main__":
-    print(json.dumps({cache_format: compiled(launch_arguments(cache_format)) for cache_format in CACHE_FORMATS}))
+    codes = {cache_format: compiled(launch_arguments(cache_format)) for cache_format in CACHE_FORMATS}
+    codes["many"] = compiled(launch_arguments("fp8_ds_mla", norm_rope_triton.MANY_TOKENS))
+    print(json.dumps(codes))

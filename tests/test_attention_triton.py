@@ -4,25 +4,29 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
 
-from dcp_fix import broken, workspace
+from dcp_fix import attention_flashmla, broken, workspace
 from dcp_fix.attention import dense_prefill, dense_prefill_reference, sparse_partial_reference
 from dcp_fix.equality import close, same_bytes
-from dcp_fix.kv_cache import CACHE_FORMATS, new_latent_cache, write_latent
+from dcp_fix.kv_cache import CACHE_FORMATS, new_latent_cache, read_latent, write_latent
 from dcp_fix.ownership import pack_valid
 from tests.test_attention import INF, NAN, SCALE, agree, filled_cache, holed_slots, oracle, randn
 
 triton = pytest.importorskip("triton")
+from dcp_fix import attention_triton  # noqa: E402
 from dcp_fix.attention_triton import pack, sparse_partial_triton  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 ULPS = 32 if DEVICE == "cpu" else 128  # a GPU approximates exp2 and log2; seen: 24 for values of size 1
 pytestmark = [
     pytest.mark.timeout(120),
-    pytest.mark.filterwarnings("ignore:(divide by zero|invalid value):RuntimeWarning"),  # numpy, in the interpreter
+    pytest.mark.filterwarnings(
+        "ignore:(divide by zero|invalid value|overflow):RuntimeWarning"
+    ),  # numpy, in the interpreter
 ]
 
 
@@ -51,8 +55,10 @@ def test_pack_is_pack_valid(tokens, k, holes):
 @pytest.mark.parametrize(
     ("tokens", "heads", "k", "splits"), [(2, 1, 5, 1), (3, 20, 33, 1), (2, 16, 50, 3), (2, 3, 9, 8)]
 )
-def test_kernel_against_the_reference(cache_format, tokens, heads, k, splits):
+@pytest.mark.parametrize("slots_are", ["packed", "holed"])
+def test_kernel_against_the_reference(cache_format, tokens, heads, k, splits, slots_are, monkeypatch):
     """Every row of the cache that is not selected is NaN; splits may be empty, row 0 has no key."""
+    monkeypatch.setattr(attention_triton, "HOLED_SLOTS", 64 if slots_are == "holed" else 0)
     q, slots = randn(tokens, heads, 576), holed_slots(tokens, k, 80, 0.5, seed=5)
     if cache_format is None:
         kv, kv_scale = torch.full((80, 576), NAN), None
@@ -63,6 +69,63 @@ def test_kernel_against_the_reference(cache_format, tokens, heads, k, splits):
     got = on_device(*args, plan=forced(tokens, heads, k, splits))
     assert agree(got, sparse_partial_reference(*args), ULPS)
     assert got[0][0].eq(0).all() and (got[1][0] == -INF).all()
+
+
+@pytest.mark.parametrize("cache_format", ["fp8_ds_mla", "fp8"])
+def test_unpacking_the_cache_first_changes_no_bit(cache_format):
+    slots = holed_slots(3, 33, 80, 0.5, seed=5)
+    cache, kv_scale = filled_cache(cache_format, slots)
+    args = randn(3, 5, 576), cache, slots, SCALE, cache_format, kv_scale
+    plain, unpacked = forced(3, 5, 33, 1), replace(forced(3, 5, 33, 1), unpacked=80)
+    got, want = on_device(*args, plan=unpacked), on_device(*args, plan=plain)
+    assert same_bytes(got[0], want[0]) and same_bytes(got[1], want[1])
+    rows = attention_triton.unpack(cache.to(DEVICE), cache_format, torch.float32).cpu()
+    used = slots[slots >= 0].unique()
+    assert same_bytes(rows[used], read_latent(cache, used, cache_format, 1.0 if cache_format == "fp8" else None))
+
+
+class Prefill:
+    """Stands in for FlashMLA's operators: fp64 attention over the packed rows given, empty tokens left undefined."""
+
+    def sparse_prefill_fwd(self, q, rows, packed, scale, width, sink, counts, out):
+        assert q.shape[1] % 64 == 0 and packed.dtype == counts.dtype == torch.int32
+        out, lse = q.new_full((*q.shape[:2], width), NAN), q.new_full(q.shape[:2], INF, dtype=torch.float32)
+        for token, count in enumerate(counts.tolist()):
+            assert (
+                packed[token, 0, count:].eq(-1).all()
+            )  # a slot there may name a row of NaN, which FlashMLA multiplies
+            keys = rows[packed[token, 0, :count].long(), 0].double()
+            if count:
+                scores = scale * q[token].double() @ keys.T
+                out[token], lse[token] = scores.softmax(-1) @ keys[:, :width], scores.logsumexp(-1)
+        return out, None, lse
+
+
+@pytest.mark.parametrize(("heads", "chosen"), [(32, False), (40, True)])
+def test_flashmla_is_taken_where_it_pays(heads, chosen, monkeypatch):
+    slots, calls = holed_slots(3, 33, 80, 0.5, seed=5), []
+    cache, _ = filled_cache("fp8_ds_mla", slots)
+    q = randn(3, heads, 576).bfloat16()
+    backend = attention_flashmla.FlashMLA(Prefill())
+    monkeypatch.setattr(attention_flashmla, "CHOSEN", [backend])
+    monkeypatch.setattr(
+        attention_flashmla, "attend", lambda *a, real=attention_flashmla.attend: calls.append(1) or real(*a)
+    )
+    monkeypatch.setattr(attention_triton, "_attend", Recorded())
+    plan = replace(forced(3, heads, 33, 1), unpacked=80)
+    got = on_device(q, cache, slots, SCALE, "fp8_ds_mla", plan=plan)
+    assert bool(calls) == chosen
+    if chosen:
+        want = sparse_partial_reference(q, cache, slots, SCALE, "fp8_ds_mla")
+        assert torch.allclose(got[0], want[0], atol=3e-2) and torch.allclose(got[1], want[1], atol=2e-2)
+        assert got[0].dtype == torch.float32 and got[0][0].eq(0).all() and (got[1][0] == -INF).all()
+
+
+class Recorded:
+    """A kernel that does nothing: the interpreter is not to be trusted with bf16."""
+
+    def __getitem__(self, grid):
+        return lambda *args, **kwargs: None
 
 
 def test_broken_cutting_fails_where_packing_passes():
@@ -123,10 +186,11 @@ from dcp_fix.kv_cache import new_latent_cache
 
 cache_format, heads, dtype = sys.argv[1], int(sys.argv[2]), getattr(torch, sys.argv[3])
 pointers = {torch.float8_e4m3fn: "*fp8e4nv", torch.bfloat16: "*bf16", torch.float32: "*fp32"}
-blocks = kernels.block_sizes(heads, dtype)
+blocks = kernels.block_sizes(heads, dtype, plain=cache_format == "bf16")
 options = {name: blocks.pop(name) for name in ("num_warps", "num_stages")}
 given = kernels.cache_arguments(new_latent_cache(1, cache_format), cache_format)
-given |= dict(q=torch.empty(0, dtype=dtype), SPLITS=2, TYPE=kernels.TYPES[dtype], scale=1.0, value_scale=1.0, **blocks)
+given |= dict(q=torch.empty(0, dtype=dtype), SPLITS=2, HOLES=sys.argv[4] == "holes", TYPE=kernels.TYPES[dtype])
+given |= dict(scale=1.0, value_scale=1.0, **blocks)
 signature, constants = {}, {}
 for at, name in enumerate(kernels._attend.arg_names):
     value = given.get(name, 16)
@@ -148,18 +212,19 @@ print("shared", compiled.metadata.shared, "wgmma", compiled.asm["ptx"].count("wg
 
 
 @pytest.mark.parametrize(
-    ("cache_format", "heads", "dtype", "warpgroup"),
+    ("cache_format", "heads", "dtype", "slots", "warpgroup"),
     [
-        ("fp8_ds_mla", 64, "bfloat16", True),
-        ("bf16", 128, "bfloat16", True),
-        ("fp8", 64, "bfloat16", True),
-        ("fp8_ds_mla", 16, "bfloat16", False),
-        ("fp8_ds_mla", 16, "float32", False),
+        ("fp8_ds_mla", 64, "bfloat16", "packed", True),
+        ("bf16", 128, "bfloat16", "packed", True),
+        ("bf16", 32, "bfloat16", "packed", False),
+        ("fp8", 64, "bfloat16", "packed", True),
+        ("fp8_ds_mla", 16, "bfloat16", "holes", False),
+        ("fp8_ds_mla", 16, "float32", "packed", False),
     ],
 )
-def test_compiles_for_hopper(cache_format, heads, dtype, warpgroup, tmp_path):
+def test_compiles_for_hopper(cache_format, heads, dtype, slots, warpgroup, tmp_path):
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"TRITON_CACHE_DIR": str(tmp_path)}
-    command = [sys.executable, "-c", COMPILE, cache_format, str(heads), dtype]
+    command = [sys.executable, "-c", COMPILE, cache_format, str(heads), dtype, slots]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=100)
     assert done.returncode == 0, done.stderr
     shared, wgmma = map(int, re.findall(r"\d+", done.stdout))

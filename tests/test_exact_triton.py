@@ -162,7 +162,7 @@ from dcp_fix.kv_cache import new_latent_cache
 
 pointers = {torch.bfloat16: "*bf16", torch.float8_e4m3fn: "*fp8e4nv", torch.float32: "*fp32"}
 names = dict.fromkeys(["packed", "ends"], "*i32") | dict.fromkeys(["slots", "ids"], "*i64") | {"leaf_of": "*i16"}
-names |= dict.fromkeys(["out", "lse", "parts", "part_lse"], "*fp32")
+names |= dict.fromkeys(["out", "lse", "parts", "logs"], "*fp32")
 
 
 def compiled(kernel, given, **options):

@@ -142,7 +142,10 @@ class ShardedAttention:
     def plan(self, tokens: int) -> workspace.Plan:
         """The split-KV workspace plan of a sparse batch, for the gathered heads as the kernel pads them."""
         heads = -(-self.heads * self.dcp.size // workspace.HEAD_BLOCK) * workspace.HEAD_BLOCK
-        return self.ops.plan(tokens, heads, self.config.index_topk, self.num_sms, self.workspace_budget)
+        # Only a kernel unpacks, and a cache per layer: one layer's at a time.
+        fp8 = self.cache_format != "bf16" and self.scratch.device.type == "cuda"
+        capacity = len(self.latent[0]) * BLOCK if fp8 else 0
+        return self.ops.plan(tokens, heads, self.config.index_topk, self.num_sms, self.workspace_budget, capacity)
 
     def localise(self, positions: Tensor) -> Tensor:
         """Global positions, -1 = hole, to local indices on this rank, -1 where another rank owns them."""

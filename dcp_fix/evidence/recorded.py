@@ -40,7 +40,8 @@ def has_gpu(record: dict) -> bool:
     asked = verifications(record) + cabinets(record)
     devices = [run["device"] for run in ladders(record)] + [run["settings"]["device"] for run in asked]
     used = any(device.startswith("cuda") for device in devices) or any(run["graph"] for run in timings(record))
-    return (used or bool(outcomes(record)) or bool(real_ladders(record))) and bool(record["hardware"]["gpus"])
+    used = used or bool(outcomes(record) or real_ladders(record) or kernels(record))
+    return used and bool(record["hardware"]["gpus"])
 
 
 def hardware(record: dict) -> str:
@@ -67,6 +68,9 @@ def facts(record: dict) -> list[str]:
     for part in parts(record):
         lines += [": ".join(multi_gpu.workspace_row(row)[:2]) for row in part.get("workspace", ())]
     lines += [f"times: {len(run['rows'])} rows, ordinary and exact side by side" for run in timings(record)]
+    for run in kernels(record):
+        beside = f"beside those of {run['upstream']}" if run["upstream"] else "alone"
+        lines.append(f"kernels: {len(run['kernels'])} times, each right by fp64 first, {beside}")
     return lines + tested(outcomes(record))
 
 
@@ -112,6 +116,7 @@ def parts(record: dict) -> list[dict]:
         ("planted", {"cabinet": results}),
         ("settings", {"verify": [results]}),
         ("graph", {"bench": results}),
+        ("kernels", {"kernels": results}),
         ("tests", results),
     ):
         if field in results:
@@ -142,6 +147,11 @@ def cabinets(record: dict) -> list[dict]:
 def timings(record: dict) -> list[dict]:
     """What bench.py wrote."""
     return [part["bench"] for part in parts(record) if "bench" in part]
+
+
+def kernels(record: dict) -> list[dict]:
+    """What kernel_bench.py wrote."""
+    return [part["kernels"] for part in parts(record) if "kernels" in part]
 
 
 def outcomes(record: dict) -> dict[str, str]:

@@ -7,7 +7,8 @@ child process without a GPU, and the verdict is cached), and repairs the three t
 Modules are repaired right after vLLM imports them, so a run that never imports the DeepSeek-V3.2 / GLM-5 model is left
 as it was, and on any platform but CUDA nothing is repaired. DCP_FIX_PLUGIN=0 (or false, off, no) switches the plugin
 off. Where nothing is wrong it does nothing, and says so in vLLM's log. Nothing that goes wrong here leaves `register`.
-DCP_FIX_PUT_BACK names defects to be put back afterwards, for the ladder in real vLLM (put_back.py).
+DCP_FIX_PUT_BACK names defects to be put back afterwards, for the ladder in real vLLM (put_back.py). DCP_FIX_PACK=1
+takes the holes out of FlashMLA's ids, which repairs nothing (pack.py).
 
 Not here: the split workspace and the merge (compiled or not ours to replace), PCP+DCP routing, nvfp4 caches (handed on
 to upstream's launcher), releases from 0.31 on, whose fp8_ds_mla entries have other scales and whose kernel is right.
@@ -23,7 +24,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from dcp_fix.vllm import put_back
+from dcp_fix.vllm import pack, put_back
 from dcp_fix.vllm.doctor.reach import reach
 from dcp_fix.vllm.launcher import logger
 from dcp_fix.vllm.repairs import KERNEL_DEFECTS, REPAIRED, guard_communicator, replace_launcher, route_attention
@@ -59,13 +60,16 @@ def look_and_repair() -> None:
     repairs, asked = repairs_for(defects), put_back.parse(os.environ.get(put_back.VARIABLE, ""))
     if asked:
         logger.warning("dcp_fix: %s put back when the module is imported: answers will be wrong", ", ".join(asked))
-    elif not repairs:
+    packing = pack.hooks(os.environ.get(pack.VARIABLE, ""))
+    if packing:
+        logger.info("dcp_fix: ids are packed and cut before FlashMLA's fp8 decode, %s=1", pack.VARIABLE)
+    if not (asked or repairs or packing):
         logger.info("dcp_fix: this vLLM needs none of the plugin's repairs, nothing is changed")
         return
     if repairs:
         named = ", ".join(sorted(defects & REPAIRED))
         logger.info("dcp_fix: this vLLM has %s (%s); repaired when the module is imported", named, reach(root).how)
-    install(with_hooks(repairs, put_back.hooks(asked, KERNELS, ATTENTION)))
+    install(with_hooks(repairs, with_hooks(put_back.hooks(asked, KERNELS, ATTENTION), packing)))
 
 
 def find_defects(root: Path) -> set[str]:

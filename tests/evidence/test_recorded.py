@@ -45,7 +45,8 @@ def computed():
 def check(record, computed):
     """The digests are those of the tokens; the tokens are those of this CPU, and of MISSED at most not the answer."""
     answers, outcomes = recorded.healthy_answers(record), recorded.outcomes(record)
-    assert answers or outcomes or recorded.timings(record) or recorded.cabinets(record), "no answer in this record"
+    of_times = recorded.timings(record) or recorded.cabinets(record) or recorded.kernels(record)
+    assert answers or outcomes or of_times, "no answer in this record"
     assert "failed" not in outcomes.values(), [name for name, outcome in outcomes.items() if outcome == "failed"]
     for name in {answer.prompt_class for answer in answers}:
         of_class = [answer for answer in answers if answer.prompt_class == name]
@@ -334,6 +335,13 @@ def test_times_are_counted_and_not_shown():
     timed = {"format": "fp8_ds_mla", "graph": True, "rows": [{"ms": 1.0}, {"ms": 2.0}]}
     assert recorded.facts(as_record(timed, TWO)) == ["times: 2 rows, ordinary and exact side by side"]
     assert recorded.has_gpu(as_record(timed, TWO)) and not recorded.has_gpu(as_record(timed | {"graph": False}, TWO))
+
+
+def test_kernels_are_counted_and_not_shown():
+    timed = {"kernels": [{"us": 1.0}, {"us": 2.0}], "ceilings": {}, "upstream": "vLLM 1.2"}
+    said = "kernels: 2 times, each right by fp64 first, beside those of vLLM 1.2"
+    assert recorded.facts(as_record(timed, TWO)) == [said] and recorded.has_gpu(as_record(timed, TWO))
+    assert recorded.facts(as_record(timed | {"upstream": None}))[0].endswith("alone")
 
 
 def test_a_record_of_an_unknown_command_is_refused():
