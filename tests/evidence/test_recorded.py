@@ -155,6 +155,21 @@ def test_defects_put_back_into_real_vllm_break_it_as_they_did(name):
     assert not any(answer["nan"] for answer in fluent["answers"])
 
 
+def test_the_readme_counts_the_answers_of_real_vllm():
+    readme = (ROOT / "README.md").read_text()
+    for name, rung, said in (
+        ("h200x2_vllm0290", "as installed", "as installed | **{}**"),
+        ("h200x2_vllm0290_graphs", "as installed", "CUDA graphs **{}**"),
+        ("h200x2_vllm0290", "forced MQA", "(a flag) | {}"),
+        ("h200x2_vllm0290_graphs", "with the plugin", "with the plugin, eager and with CUDA graphs | {}"),
+        ("h200x2_vllm0300_graphs", "as installed", "as installed, eager and with CUDA graphs | {}"),
+        ("h200x2_vllm0300_put_back", "+combine routing", "K rows alone | 0; 0; {}"),
+    ):
+        equal = sum(row["equal"] for (of, _, _), row in real_rows(name).items() if of == rung)
+        assert said.format(equal) in readme, (name, rung, equal)
+    assert real_rows("h200x2_vllm0300_put_back")["+combine routing", "512", False]["equal"] == 0
+
+
 def test_the_list_of_records_shows_every_record():
     sections = recorded.markdown(ROOT / "notebooks/records")
     assert f"-->\n{sections}<!-- end of records -->" in (ROOT / "notebooks/records/README.md").read_text()
