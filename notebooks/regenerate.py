@@ -1,6 +1,6 @@
 """Runs the notebooks anew, in place, so that a run which prints the same leaves the same bytes.
 
-    python notebooks/regenerate.py                    every notebook, then the student copy of the exercises
+    python notebooks/regenerate.py                    every notebook, and the student copies of the exercises
     python notebooks/regenerate.py notebooks/02*.ipynb
 
 What differs from run to run or machine to machine is left out of the file: cell timings, random cell ids, the exact
@@ -19,7 +19,7 @@ from nbclient import NotebookClient
 
 FOLDER = Path(__file__).resolve().parent
 FIRST, PICTURE = "00_start_here.ipynb", FOLDER / "dcp1_beside_dcp4.png"  # of the README
-EXERCISES = "90_exercises.ipynb"
+EXERCISES = "9"  # what the names of pages with exercises begin with
 CELL_TIMEOUT_S = 180
 KERNEL = {"display_name": "Python 3 (ipykernel)", "language": "python", "name": "python3"}
 CELL_METADATA = ("tags", "slideshow")
@@ -28,7 +28,7 @@ STUB = "raise NotImplementedError  # your lines instead of this one"
 
 
 def main(paths: list[Path]) -> None:
-    """Run every notebook of `paths` and write it back; the exercises also as the student copy."""
+    """Run every notebook of `paths` and write it back; exercises also as the student copy."""
     os.environ.setdefault("PYTHONWARNINGS", "ignore")
     for path in paths:
         print(path.name, flush=True)
@@ -37,7 +37,7 @@ def main(paths: list[Path]) -> None:
         write(notebook, path)
         if path.name == FIRST:
             PICTURE.write_bytes(first_picture(notebook))
-        if path.name == EXERCISES:
+        if path.name.startswith(EXERCISES):
             write(student_copy(notebook), student_path(path))
 
 
@@ -48,12 +48,12 @@ def first_picture(notebook: nbformat.NotebookNode) -> bytes:
 
 
 def notebooks() -> list[Path]:
-    """The notebooks that are run, in order: all but the student copy, whose cells are there to be filled in."""
+    """The notebooks that are run, in order: all but the student copies, whose cells are there to be filled in."""
     return [path for path in sorted(FOLDER.glob("*.ipynb")) if not path.stem.endswith("_student")]
 
 
 def student_path(path: Path) -> Path:
-    """Where the student copy of the exercises lies."""
+    """Where the student copy of a page with exercises lies."""
     return path.with_name(f"{path.stem}_student.ipynb")
 
 

@@ -1,7 +1,9 @@
 """The figures that several notebooks share: boxes by rank, rows written and unwritten, tokens against DCP1's.
 
-Colours are Okabe and Ito's, which people with any common colour blindness can tell apart, and never the only sign:
-boxes carry numbers, lines carry markers, unwritten rows are hatched. Size and resolution are fixed by `style`.
+A colour has one meaning on every page, and `meanings` draws the list: a rank, healthy or broken, written or not. The
+colours are Okabe and Ito's and Paul Tol's, which people with any common colour blindness can tell apart, and never the
+only sign: boxes carry words or numbers, lines carry markers, unwritten rows are hatched. Size and resolution are fixed
+by `style`.
 
 It does not: compute what it draws. Notebooks assert the arrays that they hand over, since nobody compares pixels.
 Needs matplotlib (extra `lab`); nothing else of dcp_fix imports this module.
@@ -11,15 +13,13 @@ from itertools import groupby
 
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
-from matplotlib.colors import ListedColormap
 from matplotlib.patches import Patch, Rectangle
 
-BLUE, ORANGE, GREEN, PURPLE = "#0072B2", "#E69F00", "#009E73", "#CC79A7"
-SKY, VERMILLION, YELLOW, BLACK = "#56B4E9", "#D55E00", "#F0E442", "#000000"
-RANKS = (BLUE, ORANGE, GREEN, PURPLE, SKY, VERMILLION, YELLOW, BLACK)  # colour of rank r
-HEALTHY, BROKEN = BLUE, VERMILLION
+HEALTHY, BROKEN = "#0072B2", "#D55E00"  # blue, vermillion: as DCP1 has it, or not
+RANKS = ("#E69F00", "#56B4E9", "#009E73", "#CC79A7", "#F0E442", "#882255", "#999933", "#332288")  # colour of rank r
+WRITTEN, UNWRITTEN = "#4D4D4D", "#B3B3B3"  # grey: this call wrote the row; hatched: it did not
 PALE = "#F2F2F2"  # nothing here
-DARK = (BLUE, GREEN, VERMILLION, BLACK)  # white letters stand out on these
+DARK = (HEALTHY, BROKEN, WRITTEN, "#009E73", "#882255", "#332288")  # white letters stand out on these
 
 
 def style() -> None:
@@ -31,13 +31,23 @@ def style() -> None:
     )  # fmt: skip
 
 
+def meanings(ax: Axes) -> None:
+    """The colours of all pages and what each one means."""
+    ranks = [f"rank {rank}" for rank in range(4)]
+    boxes(
+        ax, [[HEALTHY, BROKEN], list(RANKS[:4]), [WRITTEN]], [["as DCP1", "not as DCP1"], ranks, ["written"]], [""] * 3
+    )
+    ax.add_patch(Rectangle((0.5, 1.5), 1, 1, facecolor="white", edgecolor=UNWRITTEN, hatch="////"))
+    ax.text(1, 2, "not written", ha="center", va="center", fontsize=9, bbox={"facecolor": "white", "linewidth": 0})
+    ax.set_yticks(range(3), ["healthy or broken", "who owns it", "this call's rows"])
+
+
 def boxes(ax: Axes, colours: list[list[str]], text: list[list], row_labels: list[str], size: float = 9) -> None:
     """A grid of coloured boxes with something written in each; rows may differ in length, first row on top."""
     for y, (row, words) in enumerate(zip(colours, text, strict=True)):
         for x, (colour, word) in enumerate(zip(row, words, strict=True)):
             ax.add_patch(Rectangle((x - 0.5, y - 0.5), 1, 1, facecolor=colour, edgecolor="white", linewidth=1.5))
-            ink = "white" if colour in DARK else "black"
-            ax.text(x, y, str(word), ha="center", va="center", color=ink, fontsize=size)
+            ax.text(x, y, str(word), ha="center", va="center", color=ink(colour), fontsize=fitting(str(word), size))
     longest = max(map(len, colours))
     ax.set(xlim=(-0.5, longest - 0.5), ylim=(len(colours) - 0.5, -0.5), xticks=[])
     ax.set_yticks(range(len(row_labels)), row_labels)
@@ -45,13 +55,34 @@ def boxes(ax: Axes, colours: list[list[str]], text: list[list], row_labels: list
     ax.spines[:].set_visible(False)
 
 
+def fitting(word: str, size: float) -> float:
+    """A font size at which the longest line of a word stays in its box."""
+    return size * min(1.0, 9 / max(1, *(len(line) for line in word.split("\n"))))
+
+
+def ink(colour: str) -> str:
+    """The colour of letters on a box."""
+    return "white" if colour in DARK else "black"
+
+
 def by_rank(owners: list[int]) -> list[str]:
     """The colour of each owner; pale where it is -1."""
     return [RANKS[owner] if owner >= 0 else PALE for owner in owners]
 
 
-def tokens(ax: Axes, answers: dict[str, list[str]], width: int = 10) -> None:
-    """Answers word by word, `width` to a line: blue where a word is that of the first answer, vermillion elsewhere."""
+def legend(ax: Axes, colours: dict[str, str]) -> None:
+    """A key on the right of the figure: what each colour stands for."""
+    keys = [Patch(facecolor=colour, label=label) for label, colour in colours.items()]
+    ax.figure.legend(handles=keys, loc="outside right upper", frameon=False)
+
+
+def rank_legend(ax: Axes, ranks: int) -> None:
+    """The key of the ranks' colours."""
+    legend(ax, {f"rank {rank}": RANKS[rank] for rank in range(ranks)})
+
+
+def tokens(ax: Axes, answers: dict[str, list[str]], width: int = 10, key: bool = True) -> None:
+    """Answers word by word, `width` to a line: blue as far as a text is that of the first answer, vermillion after."""
     reference, colours, text, labels = next(iter(answers.values())), [], [], []
     for name, words in answers.items():
         hue = [HEALTHY if words[: i + 1] == reference[: i + 1] else BROKEN for i in range(len(words))]
@@ -60,38 +91,40 @@ def tokens(ax: Axes, answers: dict[str, list[str]], width: int = 10) -> None:
             text.append(words[first : first + width])
             labels.append("" if first else name)
     boxes(ax, colours, text, labels)
+    if key:
+        first = next(iter(answers))
+        legend(ax, {f"as {first}": HEALTHY, "from the first\nother word on": BROKEN})
 
 
 def rows(ax: Axes, written, row_labels: list[str], xlabel: str = "row (token)") -> None:
-    """Which rows of a buffer were written, bool [buffers, rows]: dark where written, hatched where not."""
-    written = [[bool(cell) for cell in buffer] for buffer in written]
-    ax.imshow(written, cmap=ListedColormap(["#FFFFFF", BLUE]), vmin=0, vmax=1, aspect="auto", interpolation="nearest")
+    """Which rows of some buffers were written, [buffers][rows] of bool: dark where written, hatched where not.
+
+    The buffers may have different lengths: what lies beyond a buffer's last row stays white.
+    """
     for y, buffer in enumerate(written):
-        for first, length in unwritten_runs(buffer):
-            ax.add_patch(Rectangle((first - 0.5, y - 0.5), length, 1, fill=False, hatch="////", ec=ORANGE, linewidth=0))
+        for wrote, first, length in runs([bool(row) for row in buffer]):
+            look = {"facecolor": WRITTEN} if wrote else {"facecolor": "white", "edgecolor": UNWRITTEN, "hatch": "////"}
+            ax.add_patch(Rectangle((first - 0.5, y - 0.42), length, 0.84, linewidth=0, **look))
+    ax.set(xlim=(-0.5, max(map(len, written)) - 0.5), ylim=(len(written) - 0.5, -0.5), xlabel=xlabel)
     ax.set_yticks(range(len(row_labels)), row_labels)
-    ax.set_yticks([y - 0.5 for y in range(1, len(row_labels))], minor=True)
-    ax.grid(axis="y", which="minor", color="white", linewidth=3)
-    ax.tick_params(which="both", left=False)
-    ax.set_xlabel(xlabel)
+    ax.tick_params(axis="y", left=False)
     ax.spines[:].set_visible(False)
     keys = [
-        Patch(facecolor=BLUE, label="written"),
-        Patch(facecolor="white", edgecolor=ORANGE, hatch="////", label="not"),
+        Patch(facecolor=WRITTEN, label="written"),
+        Patch(facecolor="white", edgecolor=UNWRITTEN, hatch="////", label="not written"),
     ]
     ax.figure.legend(handles=keys, loc="outside right upper", frameon=False)
 
 
-def unwritten_runs(buffer: list[bool]) -> list[tuple[int, int]]:
-    """Where a buffer has unwritten rows: (first, length) of each run.
+def runs(buffer: list[bool]) -> list[tuple[bool, int, int]]:
+    """The runs of equal rows of a buffer: (written, first, length) of each.
 
-    >>> unwritten_runs([True, False, False, True, False])
-    [(1, 2), (4, 1)]
+    >>> runs([True, False, False, True])
+    [(True, 0, 1), (False, 1, 2), (True, 3, 1)]
     """
-    runs, first = [], 0
-    for cell, group in groupby(buffer):
+    found, first = [], 0
+    for wrote, group in groupby(buffer):
         length = len(list(group))
-        if not cell:
-            runs.append((first, length))
+        found.append((wrote, first, length))
         first += length
-    return runs
+    return found
