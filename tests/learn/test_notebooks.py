@@ -329,6 +329,17 @@ def says(cell) -> str:
     return " ".join((cell.source + " " + (printed(cell) if cell.cell_type == "code" else "")).split())
 
 
+def test_twelve_questions_are_answered_in_cells_that_exist():
+    text = (FOLDER / "ANSWERS.md").read_text()
+    questions = re.split(r"(?m)^## (\d+)\. ", text)[1:]
+    assert questions[::2] == [str(n) for n in range(1, 13)]
+    for answer in questions[1::2]:
+        places = re.findall(r'(?m)^- \[(\w+)\]\(\1\.ipynb\), cell (\d+): "(.+)"$', answer)
+        assert places, f"no cell is named for: {answer.splitlines()[0]}"
+        for page, number, phrase in places:
+            assert " ".join(phrase.split()) in says(read(page).cells[int(number)]), f"{page}, cell {number}: {phrase}"
+
+
 def test_the_glossary_is_sorted_and_each_word_is_on_the_page_that_it_names():
     rows = re.findall(r"(?m)^\| (.+?) \| .+? \| \[\w+\]\((\w+)\.ipynb\) \|$", (FOLDER / "GLOSSARY.md").read_text())
     words = [word.strip("`") for word, _ in rows]
