@@ -34,9 +34,7 @@ def style() -> None:
 def meanings(ax: Axes) -> None:
     """The colours of all pages and what each one means."""
     ranks = [f"rank {rank}" for rank in range(4)]
-    boxes(
-        ax, [[HEALTHY, BROKEN], list(RANKS[:4]), [WRITTEN]], [["healthy", "broken"], ranks, ["written"]], [""] * 3
-    )
+    boxes(ax, [[HEALTHY, BROKEN], list(RANKS[:4]), [WRITTEN]], [["healthy", "broken"], ranks, ["written"]], [""] * 3)
     ax.add_patch(Rectangle((0.5, 1.5), 1, 1, facecolor="white", edgecolor=UNWRITTEN, hatch="////"))
     ax.text(1, 2, "not written", ha="center", va="center", fontsize=9, bbox={"facecolor": "white", "linewidth": 0})
     ax.set_yticks(range(3), ["as DCP1, or not", "who owns it", "this call's rows"])

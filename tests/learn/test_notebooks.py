@@ -24,8 +24,9 @@ import slides  # noqa: E402
 NAMES = [
     "00_start_here", "01_dcp_in_pictures", "02_locklocklock", "02b_the_layer", "03_query_norm", "04_combine_routing",
     "05_k_rows", "06_workspace", "07_byte_identical", "07b_debugging", "08_real_vllm", "90_exercises",
+    "91_kernels_and_cases",
 ]  # fmt: skip
-EXERCISES = {"90_exercises": 8}  # how many
+EXERCISES = {"90_exercises": 8, "91_kernels_and_cases": 5}  # how many
 BEATS = ("Predict", "Reproduce", "Look inside", "Fix", "Verify")
 PRESENT = [path.stem for path in regenerate.notebooks()]  # a missing one is one red test, not twenty
 STAGED = [name for name in PRESENT if re.match("0[2-6]_", name)]
