@@ -4,7 +4,7 @@
     check_merge_kernel   one program per row: two partials (out, lse) become one
 
 Both run under Triton's interpreter, on a CPU, in fp32: set TRITON_INTERPRET=1 before triton is imported. A check raises
-AssertionError with the report of exercises.py, also where the kernel itself raises.
+AssertionError with the report of reports.py, also where the kernel itself raises.
 
 It does not: time anything, or hold a solution.
 """
@@ -16,7 +16,8 @@ import torch
 from torch import Tensor
 
 from dcp_fix import combine
-from dcp_fix.learn.exercises import EPS, done, near, norm, rows_written, same, seeded
+from dcp_fix.learn.exercises import EPS, norm, rows_written, seeded
+from dcp_fix.learn.reports import done, near, same
 
 WIDTH = 64  # numbers of a row: one block of a program
 

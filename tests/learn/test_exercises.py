@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from dcp_fix import combine, ownership, workspace
-from dcp_fix.learn import exercises
+from dcp_fix.learn import exercises, reports
 
 
 def local_lengths(length, tokens, size, rank, interleave):
@@ -127,13 +127,13 @@ def test_the_plain_merge_is_right_where_every_shard_holds_keys():
 def test_a_report_shows_ten_short_numbers_around_the_first_difference():
     expected, yours = list(range(300)), list(range(300))
     yours[150] = -1
-    said = exercises.report("a list", expected, yours)
+    said = reports.report("a list", expected, yours)
     assert "first difference at index 150 (numbers 145 to 154 of 300)" in said and len(said) < 200
     tensors = torch.full((4, 60), 1 / 3), torch.full((4, 60), 1 / 3)
     tensors[1][2, 7] = 0.5
-    said = exercises.report("a tensor", *tensors)
+    said = reports.report("a tensor", *tensors)
     assert "yours     [0.3333, 0.3333, 0.3333, 0.3333, 0.3333, 0.5," in said and "index (2, 7)" in said
-    close = exercises.report("nearly", torch.tensor([1.0]), torch.tensor([1.0 + 2**-20]))
+    close = reports.report("nearly", torch.tensor([1.0]), torch.tensor([1.0 + 2**-20]))
     assert "[1]" in close and "[1.000001]" in close, "as many digits as it takes to see the difference"
 
 
@@ -142,14 +142,14 @@ def test_a_report_points_at_what_is_wrong_and_not_at_rounding():
     yours = expected + 2.0**-23
     yours[1, 3] = 1.5
     with pytest.raises(AssertionError, match=r"first difference at index \(1, 3\)"):
-        exercises.near("floats", expected, yours)
+        reports.near("floats", expected, yours)
 
 
 def test_a_report_names_the_first_difference():
-    assert "first difference at index 2" in exercises.report("a list", [1, 2, 3], [1, 2, 4])
+    assert "first difference at index 2" in reports.report("a list", [1, 2, 3], [1, 2, 4])
     tensors = torch.zeros(2, 3), torch.tensor([[0.0, 0, 0], [0, 1, 0]])
-    assert "first difference at index (1, 1)" in exercises.report("a tensor", *tensors)
-    assert "first difference" not in exercises.report("numbers", 3, 4)
+    assert "first difference at index (1, 1)" in reports.report("a tensor", *tensors)
+    assert "first difference" not in reports.report("numbers", 3, 4)
 
 
 def test_the_numbers_of_the_base_exercise_are_those_of_float64():

@@ -319,6 +319,8 @@ def test_slides_carry_everything_they_need_and_the_notes(tmp_path):
         for asset in re.findall(r'(?:src|href)="(reveal/[^"]+)"', page):
             assert (tmp_path / asset).stat().st_size > 1000
         assert name in (tmp_path / "index.html").read_text()
+    assert (tmp_path / "dcp_explorer.html").read_bytes() == (FOLDER / "dcp_explorer.html").read_bytes()
+    assert 'href="dcp_explorer.html"' in (tmp_path / "index.html").read_text()
     assert not FETCHED.findall("".join(path.read_text() for path in (tmp_path / "reveal").rglob("*.css")))
 
 
