@@ -9,8 +9,8 @@
     check_bases          which LSE bases explain three observed outputs
     check_workspace      bytes of the split-KV accumulators, and the chunk that fits a budget
 
-A check prints one line if all its cases pass. Otherwise it raises AssertionError with a report (reports.py). Notebook and
-test suite call the same checks.
+A check prints one line if all its cases pass. Otherwise it raises AssertionError with a report (reports.py). The
+notebook and the test suite call the same checks.
 
 It does not: hold any solution. Those are the functions of this package, and the marked cells of the notebook.
 """
