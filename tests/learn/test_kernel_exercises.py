@@ -6,6 +6,8 @@ import triton.language as tl
 
 from dcp_fix.learn import kernel_exercises
 
+pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter computes with numpy, which warns
+
 
 @triton.jit
 def norm_of(row, eps, WIDTH: tl.constexpr):
