@@ -4,6 +4,14 @@ import os
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
+
+# `make fuzz` takes the second profile. No deadline: a busy machine is no error.
+for name, examples in {"tests": 200, "fuzz": 10_000}.items():
+    settings.register_profile(
+        name, max_examples=examples, deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True
+    )
+settings.load_profile("tests")
 
 # Two pytest workers share two cores. Rank threads of a LocalGroup set their own number.
 torch.set_num_threads(1)

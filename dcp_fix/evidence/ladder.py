@@ -22,6 +22,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dcp_fix import broken, equality
+from dcp_fix.engine.checkpoint import check_folder
+from dcp_fix.engine.config import Config
 from dcp_fix.engine.engine import GIB, Engine, Generation, default_dtype, resolve_device
 from dcp_fix.engine.model import Model
 from dcp_fix.engine.shard import check_dcp, check_tp
@@ -211,10 +213,21 @@ def check_names(classes: tuple[str, ...]) -> None:
             raise UserError(f"prompt class {name!r} is not one of {', '.join(CLASSES)}")
 
 
+def check_vocabulary(config: Config) -> None:
+    """Raise UserError for a checkpoint that cannot know the words of the prompts."""
+    if config.vocab_size != len(corpus.WORDS):
+        raise UserError(
+            f"the checkpoint has a vocabulary of {config.vocab_size}, the prompts one of {len(corpus.WORDS)}: name a "
+            "checkpoint made by `dcp-fix train`"
+        )
+
+
 def load(checkpoint: Path, tp: int, dcp: int, stale: str, device: str) -> Setup:
     """Check the sizes and the device, then load the model onto it."""
     place = resolve_device(device)
-    model = Model.load(checkpoint, place, default_dtype(place))
-    check_tp(model.config, tp)
+    config = check_folder(Path(checkpoint))
+    check_tp(config, tp)
     check_dcp(tp, dcp)
+    check_vocabulary(config)
+    model = Model.load(checkpoint, place, default_dtype(place))
     return Setup(model, tp, dcp, stale, device)

@@ -257,7 +257,7 @@ class Trainer:
     def __init__(
         self, seed: int, device: str, batch_tokens: int = BATCH_TOKENS, workers: int = 0, rate: float = PEAK_RATE
     ) -> None:
-        self.config = Config(**config_fields())
+        self.config = Config.of(GEOMETRY)
         self.seed, self.device, self.batch_tokens = seed, torch.device(device), batch_tokens
         self.workers, self.rate = workers, rate
         self.weights = {n: w.to(device).requires_grad_() for n, w in new_weights(self.config, seed).items()}
@@ -321,12 +321,6 @@ class Trainer:
         (folder / "config.json").write_text(json.dumps(GEOMETRY, indent=2) + "\n")
         save_file({n: w.contiguous() for n, w in weights.items()}, folder / "model.safetensors", {"format": "pt"})
         corpus.save_tokenizer(folder)
-
-
-def config_fields() -> dict:
-    """`GEOMETRY` as the fields of `Config`."""
-    values = GEOMETRY | {"rope_theta": GEOMETRY["rope_parameters"]["rope_theta"]}
-    return {k: tuple(v) if isinstance(v, list) else v for k, v in values.items() if k in Config.__dataclass_fields__}
 
 
 def main(out: Path, seed: int = 0, device: str | None = None, batch_tokens: int = BATCH_TOKENS) -> int:

@@ -114,7 +114,14 @@ def test_greedy_choice_has_a_margin_that_rounding_cannot_cross(model):
 
 def small_trainer(monkeypatch):
     small = {"hidden_size": 32, "kv_lora_rank": 32, "q_lora_rank": 32, "num_attention_heads": 2, "v_head_dim": 16}
-    small |= {"qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "index_n_heads": 2, "index_head_dim": 32}
+    small |= {
+        "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 16,
+        "qk_head_dim": 32,
+        "num_key_value_heads": 2,
+        "index_n_heads": 2,
+        "index_head_dim": 32,
+    }
     monkeypatch.setattr(train, "GEOMETRY", train.GEOMETRY | small | {"index_topk": 24})
     return train.Trainer(0, "cpu", batch_tokens=576, rate=3e-3)
 
