@@ -25,6 +25,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dcp_fix.engine.checkpoint import Config, fuse_experts, split_experts, weight_shapes
+from dcp_fix.engine.engine import resolve_device
 from dcp_fix.engine.model import Layer, Model, PlainAttention
 from dcp_fix.tiny import corpus
 
@@ -255,7 +256,12 @@ class Trainer:
     """
 
     def __init__(
-        self, seed: int, device: str, batch_tokens: int = BATCH_TOKENS, workers: int = 0, rate: float = PEAK_RATE
+        self,
+        seed: int,
+        device: str | torch.device,
+        batch_tokens: int = BATCH_TOKENS,
+        workers: int = 0,
+        rate: float = PEAK_RATE,
     ) -> None:
         self.config = Config.of(GEOMETRY)
         self.seed, self.device, self.batch_tokens = seed, torch.device(device), batch_tokens
@@ -325,12 +331,13 @@ class Trainer:
 
 def main(out: Path, seed: int = 0, device: str | None = None, batch_tokens: int = BATCH_TOKENS) -> int:
     """Train a checkpoint into folder `out` with a progress line, then print its exact match on held-out prompts.
-    Returns the exit status.
+    Returns the exit status. Raises UserError for a device that is not here.
     """
     from rich.progress import Progress as Bar
     from rich.progress import TextColumn, TimeElapsedColumn
 
-    trainer = Trainer(seed, device or ("cuda" if torch.cuda.is_available() else "cpu"), batch_tokens)
+    place = resolve_device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    trainer = Trainer(seed, place, batch_tokens)
     text = (
         "lesson {task.fields[lesson]}/"
         + str(len(STAGES))
