@@ -118,9 +118,9 @@ def writable(path: Path | None) -> Path | None:
     return path
 
 
-def finite(seconds: float) -> float:
+def finite(seconds: float | None) -> float | None:
     """Refuse what is no number: NaN is neither below a limit nor above it."""
-    if math.isnan(seconds):
+    if seconds is not None and math.isnan(seconds):
         raise typer.BadParameter("nan is no time.")
     return seconds
 
@@ -172,7 +172,10 @@ def reproduce(
     cuda_graphs: Annotated[bool, typer.Option("--cuda-graphs", help="vllm: compile and use CUDA graphs.")] = False,
     pcp: Annotated[int | None, typer.Option(min=1, help="vllm: prefill-context-parallel size.")] = None,
     llm: Annotated[list[str] | None, typer.Option(help="vllm: an argument of `LLM`, key=value (repeatable).")] = None,
-    timeout: Annotated[float | None, typer.Option(min=1.0, help="vllm: seconds for one rung (600).")] = None,
+    timeout: Annotated[
+        float | None,
+        typer.Option(min=1.0, max=MOST_SECONDS, callback=finite, help="vllm: seconds for one rung (600)."),
+    ] = None,
     logs: Annotated[Path | None, typer.Option(file_okay=False, help="vllm: folder for vLLM's logs.")] = None,
     resume: Annotated[Path | None, typer.Option(help="vllm: take over the rungs of this record.")] = None,
 ) -> None:
