@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parent.parent
 def dcp_fix_command(*arguments):
     """`python -m dcp_fix ...` in a process of its own."""
     command = [sys.executable, "-m", "dcp_fix", *arguments]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1800)
 
 
 def run_main(monkeypatch, *arguments):
@@ -57,16 +57,13 @@ def ladder(monkeypatch):
     return stand_in(monkeypatch, dcp_fix.evidence, "ladder")
 
 
-def test_help_is_quick_and_leaves_torch_alone():
-    code = "import sys, time; sys.argv = ['dcp-fix', '--help']\ntry:\n    import dcp_fix.cli as c; c.main()\n"
-    code += "finally:\n    assert 'torch' not in sys.modules, 'torch was imported'\n    print(time.process_time())"
-    seconds = []
-    for _ in range(3):
-        done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=60)
-        assert done.returncode == 0, done.stderr
-        assert "reproduce" in done.stdout
-        seconds.append(float(done.stdout.split()[-1]))  # of CPU, interpreter included: the clock would measure the load
-    assert min(seconds) < 0.4, f"dcp-fix --help took {min(seconds):.2f} s"
+def test_help_loads_nothing_that_takes_long():
+    code = "import sys; sys.argv = ['dcp-fix', '--help']\nimport dcp_fix.cli as c\ntry: c.main()\n"
+    code += "finally: print('loaded', *sorted({name.split('.')[0] for name in sys.modules}))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, timeout=1800)
+    assert done.returncode == 0 and "reproduce" in done.stdout
+    loaded = set(done.stdout.split("loaded")[-1].split())
+    assert not loaded & {"torch", "numpy", "pydantic", "triton", "transformers", "safetensors", "httpx"}
 
 
 def test_every_command_runs_a_module_that_exists():

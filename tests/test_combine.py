@@ -19,7 +19,6 @@ from dcp_fix.combine import (
 from dcp_fix.equality import close, same_bytes
 from dcp_fix.ranks.group import LocalGroup, SingleGroup
 
-pytestmark = pytest.mark.timeout(60)
 INF, NAN = math.inf, math.nan
 METHODS = {"ag_rs": combine_ag_rs, "a2a": combine_a2a}
 

@@ -28,8 +28,6 @@ DENSE, SPARSE = 37, 150  # prompt lengths on both sides of index_topk = 64
 STEPS = 6
 OTHER = random_tokens(60, seed=999)  # the request that leaves its rows behind
 
-pytestmark = pytest.mark.timeout(120)
-
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):

@@ -29,7 +29,6 @@ from dcp_fix.ranks.watch import BEAT_S, STOPPED, Watch
 from dcp_fix.tiny import corpus
 from tests.processes import run_processes, run_ranks
 
-pytestmark = pytest.mark.timeout(200)
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT_S = 600.0  # of every wait: it only catches a hang
 

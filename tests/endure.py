@@ -1,0 +1,131 @@
+"""`make endure`: thousands of requests through one engine, a thousand groups; report to tests/figures/endure.json.
+
+    python -m tests.endure [--requests N] [--cycles N] [--seconds S]
+
+Requests of random lengths, some of which share their beginning with earlier ones, go through one engine whose cache
+holds little more than the longest. Each is answered by a fresh engine as well: in exact mode both must have the same
+bits, in ordinary mode the same tokens up to a margin that rounding can cross (a prefix hit has other matrix shapes).
+Memory after trimming must not grow from the first tenth of the requests to the last.
+"""
+
+import argparse
+import ctypes
+import gc
+import json
+import math
+import random
+import sys
+import tempfile
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+
+from dcp_fix.engine.engine import Engine
+from dcp_fix.engine.model import Model
+from dcp_fix.equality import first_difference, same_bytes
+from dcp_fix.evidence import machine
+from dcp_fix.ranks.group import LocalGroup
+from tests.checkpoints import CONFIG, random_checkpoint
+
+REPORT = Path(__file__).resolve().parent / "figures" / "endure.json"
+RANKS = 2
+LONGEST = 700  # tokens of a request; exact mode reuses a prefix in units of 512
+CROSSABLE = 0.05  # logits: a margin that the rounding of an fp8 cache can cross
+FLAT = 1.02  # memory at the end, as a multiple of what it was after a tenth
+MODES = {"exact": "exact", "ordinary": "ag_rs"}
+
+
+def main() -> int:
+    """Both modes and the groups; 0 if every answer was equal and memory stayed flat."""
+    options = argparse.ArgumentParser()
+    options.add_argument("--requests", type=int, default=10_000)
+    options.add_argument("--cycles", type=int, default=1_000)
+    options.add_argument("--seconds", type=float, default=1e9, help="for each mode: stop after these")
+    asked = options.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        model = Model.load(random_checkpoint(Path(folder)))
+    model = Model(replace(model.config, max_position_embeddings=LONGEST + 8, eos_token_id=-1), model.weights)
+    found = {"cpu": machine.cpu_model(), "torch": torch.__version__, "ranks": RANKS}
+    for mode, combine in MODES.items():
+        found[mode] = LocalGroup.run(RANKS, requests, model, combine, asked.requests, asked.seconds, timeout=3600)[0]
+        print(mode, found[mode], flush=True)
+    found["groups"] = groups(asked.cycles)
+    print("groups", found["groups"])
+    REPORT.parent.mkdir(exist_ok=True)
+    REPORT.write_text(json.dumps(found, indent=1) + "\n")
+    return 0 if all(found[part]["ok"] for part in (*MODES, "groups")) else 1
+
+
+def requests(group, model: Model, combine: str, count: int, seconds: float) -> dict:
+    """What became of `count` requests on one rank; all ranks find the same."""
+    draw, began = random.Random(50095), time.monotonic()
+    prefixes = [tokens(draw, LONGEST) for _ in range(4)]
+    make = lambda: Engine(model, group, dcp_size=RANKS, combine=combine, max_length=LONGEST + 8)  # noqa: E731
+    engine, hits, crossed, differing, memory = make(), 0, 0, [], []
+    done = 0
+    while done < count and go_on(group, time.monotonic() - began < seconds):
+        prompt, steps = request(draw, prefixes), draw.randint(1, 4)
+        got, want = engine.generate(prompt, steps), make().generate(prompt, steps)
+        hits += got.cached > 0
+        place = first_difference(got.tokens, want.tokens)
+        if combine == "exact":
+            differing += [] if same_bytes(got.logits, want.logits) and place is None else [done]
+        elif place is not None:
+            crossed += want.margins[place] < CROSSABLE
+            differing += [] if want.margins[place] < CROSSABLE else [done]
+        done += 1
+        if done % 10 == 0:
+            memory.append(resident())
+    first, last = memory[len(memory) // 10] if memory else math.inf, memory[-1] if memory else 0.0
+    return {
+        "requests": done, "prefix_hits": hits, "near_ties_crossed": crossed, "differing": differing,
+        "mib_after_a_tenth": round(first, 1), "mib_at_the_end": round(last, 1),
+        "ok": not differing and last <= FLAT * first,
+    }  # fmt: skip
+
+
+def go_on(group, mine: bool) -> bool:
+    """Rank 0's clock decides for all."""
+    return bool(group.broadcast(torch.tensor([mine]))[0])
+
+
+def tokens(draw: random.Random, count: int) -> list[int]:
+    return [draw.randrange(2, CONFIG["vocab_size"]) for _ in range(count)]
+
+
+def request(draw: random.Random, prefixes: list[list[int]]) -> list[int]:
+    """One in thirty is long; half of each kind begin as others do."""
+    length = draw.randint(513, LONGEST) if draw.random() < 1 / 30 else draw.randint(1, 150)
+    shared = draw.randint(0, length) if draw.random() < 0.5 else 0
+    if length > 512 and shared:
+        shared = draw.randint(512, length)
+    return draw.choice(prefixes)[:shared] + tokens(draw, length - shared)
+
+
+def groups(cycles: int) -> dict:
+    """Groups of four ranks made, used and let go; threads and memory afterwards."""
+    memory = []
+    for cycle in range(cycles):
+        sums = LocalGroup.run(4, lambda group: group.subgroup(2).all_reduce(torch.ones(2)).sum().item())
+        assert sums == [4.0] * 4
+        if cycle % 20 == 0:
+            memory.append(resident())
+    first, last = memory[len(memory) // 10], memory[-1]
+    return {
+        "cycles": cycles, "threads": threading.active_count(), "mib_after_a_tenth": round(first, 1),
+        "mib_at_the_end": round(last, 1), "ok": threading.active_count() == 1 and last <= FLAT * first,
+    }  # fmt: skip
+
+
+def resident() -> float:
+    """Resident memory in MiB, after what is free has been given back."""
+    gc.collect()
+    ctypes.CDLL("libc.so.6").malloc_trim(0)
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096 / (1 << 20)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
