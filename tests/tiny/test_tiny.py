@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from dcp_fix.engine.model import Model, PlainAttention
-from dcp_fix.tiny import corpus, train
+from dcp_fix.tiny import corpus, lessons, train
 
 
 @pytest.fixture(scope="module")
@@ -52,8 +52,8 @@ def facts_in(ids):
 
 
 def test_training_never_shows_a_held_out_pair_and_prompts_ask_for_nothing_else():
-    lessons = itertools.islice(corpus.texts("0", "facts", 512, (2, 20)), 100)
-    shown = [fact for ids, _ in lessons for fact in facts_in(ids)]
+    taught = itertools.islice(lessons.texts("0", "facts", 512, (2, 20)), 100)
+    shown = [fact for ids, _ in taught for fact in facts_in(ids)]
     assert len(shown) > 300 and not any(fact.held_out for fact in shown)
     asked = [next(facts_in(prompt.answer)) for prompt in corpus.prompts("512", 20)]
     assert all(fact.held_out for fact in asked)
@@ -62,7 +62,7 @@ def test_training_never_shows_a_held_out_pair_and_prompts_ask_for_nothing_else()
 @pytest.mark.parametrize("stage", train.STAGES, ids=lambda s: f"{s.kind}-{max(s.lengths)}")
 def test_training_texts_have_their_length_and_mark_targets(stage):
     for length in stage.lengths:
-        for ids, weights in itertools.islice(corpus.texts("1", stage.kind, length, stage.facts), 30):
+        for ids, weights in itertools.islice(lessons.texts("1", stage.kind, length, stage.facts), 30):
             assert len(ids) == len(weights) == length
             assert max(weights) >= 3.0 and ids[0] == corpus.BOS
 
