@@ -68,6 +68,8 @@ def run(arguments: list[str]) -> int:
     except BrokenPipeError:
         to_nowhere(sys.stdout)
         return BROKEN_PIPE
+    except SystemExit as stop:
+        return BROKEN_PIPE if stop.code == 1 else stop.code  # 1 is what rich makes of a broken pipe
     except Exception as error:  # noqa: BLE001 - whatever it is, 1 would say "different"
         if out_of_memory(error):
             say(f"not enough memory for what was asked ({error}); ask for less, or on another machine")

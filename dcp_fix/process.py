@@ -70,7 +70,7 @@ def printed(show: Callable, *values) -> None:
     try:
         show(*values)
         sys.stdout.flush()
-    except BrokenPipeError:
+    except (BrokenPipeError, SystemExit):  # the second is what rich makes of the first, with a status of 1
         to_nowhere(sys.stdout)
     except OSError as error:
         to_nowhere(sys.stdout)

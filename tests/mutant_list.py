@@ -151,21 +151,46 @@ MUTANTS = [
     ),
     ("dcp_fix/engine/sharded.py", "            first += sum(lengths)\n", "", CACHED),
     ("dcp_fix/engine/blocks.py", "for block in reversed(table):", "for block in table:", CACHED),
-    ("dcp_fix/engine/blocks.py", "self.known.pop(self.idle.pop(block), None)", "self.idle.pop(block)", ENGINE),
-    ("dcp_fix/engine/blocks.py", "prefix_hit(len(tokens) - 1,", "prefix_hit(len(tokens),", ENGINE),
+    (
+        "dcp_fix/engine/blocks.py",
+        "self.known.pop(self.idle.pop(block), None)",
+        "self.idle.pop(block)",
+        ENGINE + " -k handed_on",
+    ),
+    (
+        "dcp_fix/engine/blocks.py",
+        "prefix_hit(len(tokens) - 1,",
+        "prefix_hit(len(tokens),",
+        ENGINE + " -k repeated_prompt",
+    ),
     (
         "dcp_fix/engine/blocks.py",
         "        running, keys, unit = hashlib.sha256(), [], self.tokens_per_block\n"
         "        for end in range(unit, len(tokens) + 1, unit):\n",
         "        keys, unit = [], self.tokens_per_block\n        for end in range(unit, len(tokens) + 1, unit):\n"
         "            running = hashlib.sha256()\n",
-        ENGINE,
+        ENGINE + " -k counts_from",
     ),
-    ("dcp_fix/engine/engine.py", "if self.config.ends(tokens[-1]) or len", "if len", ENGINE),
-    ("dcp_fix/engine/engine.py", "        check_widths(config)\n", "", ENGINE),
-    ("dcp_fix/engine/engine.py", "if rows > self.max_length:", "if rows > self.max_length + 1:", ENGINE),
-    ("dcp_fix/engine/scratch.py", "            view.copy_(self.noise[name][:rows])", "            pass", ENGINE),
-    ("dcp_fix/engine/shard.py", "return pad(mine, (0, 0, 0, rows - mine.shape[0]))", "return mine", ENGINE),
+    ("dcp_fix/engine/engine.py", "if self.config.ends(tokens[-1]) or len", "if len", ENGINE + " -k end_token"),
+    ("dcp_fix/engine/engine.py", "        check_widths(config)\n", "", ENGINE + " -k fit_the_cache"),
+    (
+        "dcp_fix/engine/engine.py",
+        "if rows > self.max_length:",
+        "if rows > self.max_length + 1:",
+        ENGINE + " -k longer_than_the_cache",
+    ),
+    (
+        "dcp_fix/engine/scratch.py",
+        "            view.copy_(self.noise[name][:rows])",
+        "            pass",
+        ENGINE + " -k zeros_and_noise",
+    ),
+    (
+        "dcp_fix/engine/shard.py",
+        "return pad(mine, (0, 0, 0, rows - mine.shape[0]))",
+        "return mine",
+        ENGINE + " -k shards_add_up",
+    ),
     ("dcp_fix/engine/model.py", "/ (picked.sum(-1, keepdim=True) + 1e-20) ", "", MODEL),
     ("dcp_fix/engine/model.py", "* self.config.routed_scaling_factor", "", MODEL),
     # --- what is read ---
@@ -242,14 +267,11 @@ MUTANTS = [
     ),
     (
         "dcp_fix/process.py",
-        "    except BrokenPipeError:\n        to_nowhere(sys.stdout)\n    except OSError as error:",
-        "    except OSError as error:",
+        "    except (BrokenPipeError, SystemExit):",
+        "    except SystemExit:",
         OUTPUT,
     ),
     ("dcp_fix/process.py", 'stream.reconfigure(errors="backslashreplace")', "pass", OUTPUT),
-    ("dcp_fix/process.py", " if signal.getsignal(n) is not signal.SIG_IGN]", "]", PROCESS),
-    ("dcp_fix/process.py", "stop.number if isinstance(stop, Stopped) else signal.SIGINT", "signal.SIGINT", PROCESS),
-    ("dcp_fix/cli.py", "            leave(status_of(stop))", "            status = status_of(stop)", PROCESS),
     ("dcp_fix/cli.py", "        return FAULT\n", "        return 1\n", CLI),
     ("dcp_fix/cli.py", "seconds is not None and math.isnan(seconds)", "False", CLI),
     ("dcp_fix/cli.py", "    output.check_folder(out)\n", "", CLI),
@@ -275,6 +297,19 @@ MUTANTS = [
     # --- ranks ---
     ("dcp_fix/ranks/group.py", "    return total.to(dtype)\n", "    return total\n", GROUP),
     ("dcp_fix/ranks/group.py", "for part in parts[1:]:", "for part in reversed(parts[1:]):", GROUP),
+    # --- exact mode, the corpus, the ladder ---
+    (
+        "dcp_fix/exact.py",
+        "out.unflatten(0, (2, -1)), lse.unflatten(0, (2, -1))",
+        "out.unflatten(0, (-1, 2)).transpose(0, 1), lse.unflatten(0, (-1, 2)).transpose(0, 1)",
+        EXACT,
+    ),
+    ("dcp_fix/exact.py", "        keep = (top - new_top).exp_()", "        keep = torch.ones_like(top)", EXACT),
+    ("dcp_fix/tiny/corpus.py", "% HELD_OUT == 0", "% HELD_OUT == 1", TINY),
+    # --- whose tests start processes ---
+    ("dcp_fix/process.py", " if signal.getsignal(n) is not signal.SIG_IGN]", "]", PROCESS),
+    ("dcp_fix/process.py", "stop.number if isinstance(stop, Stopped) else signal.SIGINT", "signal.SIGINT", PROCESS),
+    ("dcp_fix/cli.py", "            leave(status_of(stop))", "            status = status_of(stop)", PROCESS),
     ("dcp_fix/ranks/place.py", "if not low <= value <= high:", "if False:", FAULTS + " -k no_place"),
     (
         "dcp_fix/ranks/launch.py",
@@ -288,15 +323,6 @@ MUTANTS = [
         "return 130\n    finally",
         FAULTS + " -k other_signals",
     ),
-    # --- exact mode, the corpus, the ladder ---
-    (
-        "dcp_fix/exact.py",
-        "out.unflatten(0, (2, -1)), lse.unflatten(0, (2, -1))",
-        "out.unflatten(0, (-1, 2)).transpose(0, 1), lse.unflatten(0, (-1, 2)).transpose(0, 1)",
-        EXACT,
-    ),
-    ("dcp_fix/exact.py", "        keep = (top - new_top).exp_()", "        keep = torch.ones_like(top)", EXACT),
-    ("dcp_fix/tiny/corpus.py", "% HELD_OUT == 0", "% HELD_OUT == 1", TINY),
     (
         "dcp_fix/evidence/ladder.py",
         "return bool(first and last) and not any(first) and all(equal == prompts for equal in last)",

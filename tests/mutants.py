@@ -31,11 +31,13 @@ def main(words: list[str]) -> int:
     with tempfile.TemporaryDirectory() as folder:
         tree = copied(Path(folder) / "tree")
         preload()
-        healthy = {tests: outcome(tree, tests) for tests in dict.fromkeys(m[3] for m in chosen)}
-        for tests, result in healthy.items():
-            if result != "lives":
-                print(f"these tests fail without a mutant: {tests}", flush=True)
-        rows = [run(tree, *mutant) for mutant in chosen if healthy[mutant[3]] == "lives"]
+        rows, healthy = [], {}
+        for mutant in chosen:
+            tests = mutant[3]
+            if tests not in healthy:
+                healthy[tests] = outcome(tree, tests) == "lives"
+                print(f"{'pass' if healthy[tests] else 'FAIL'} without a mutant: {tests}", flush=True)
+            rows += [run(tree, *mutant)] if healthy[tests] else []
     counts = {kind: sum(row["outcome"] == kind for row in rows) for kind in ("killed", "hangs", "lives", "moved")}
     print(counts)
     if not words:

@@ -187,14 +187,16 @@ def test_the_file_comes_first_and_the_table_comes_whatever_became_of_it(tmp_path
 
 
 DELIVER = """
-import sys, types
+import os, sys, types
+from rich.console import Console
 from dcp_fix import cli
 from dcp_fix.evidence import output
 ladder = sys.modules["dcp_fix.evidence.ladder"] = types.ModuleType("ladder")
 def main(json_path, **options):
-    output.deliver(json_path, {"a": 1}, print, "x" * 100_000 + "\\u2500\\u2603")
+    show = Console(width=99).print if os.environ.get("RICH") else print
+    output.deliver(json_path, {"a": 1}, show, "x\\n" * 40_000 + "\\u2500\\u2603")
     return 1
-ladder.main = main
+ladder.main = main  # found a difference
 sys.argv = ["dcp-fix", "reproduce", "--json", sys.argv[1]]
 cli.main()
 """
@@ -208,16 +210,18 @@ def deliver(path, **options):
     return done.returncode, done.stderr
 
 
-def test_a_reader_that_goes_changes_no_status(tmp_path):
+@pytest.mark.parametrize("rich", ["", "yes"])
+def test_a_reader_that_goes_changes_no_status(tmp_path, rich):
     reader, writer = os.pipe()
     os.close(reader)
-    assert deliver(tmp_path / "f", stdout=writer) == (1, "")
+    assert deliver(tmp_path / "f", stdout=writer, env=os.environ | {"RICH": rich}) == (1, "")
     assert json.loads((tmp_path / "f").read_text()) == {"a": 1}
 
 
-def test_a_full_disk_behind_standard_output_is_said_after_the_file_is_there(tmp_path):
+@pytest.mark.parametrize("rich", ["", "yes"])
+def test_a_full_disk_behind_standard_output_is_said_after_the_file_is_there(tmp_path, rich):
     with open("/dev/full", "w") as full:
-        status, said = deliver(tmp_path / "f", stdout=full)
+        status, said = deliver(tmp_path / "f", stdout=full, env=os.environ | {"RICH": rich})
     assert status == 2 and "standard output cannot be written (No space left" in said
     assert json.loads((tmp_path / "f").read_text()) == {"a": 1}
 
