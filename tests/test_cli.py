@@ -190,6 +190,13 @@ def test_what_could_only_hang_or_fail_later_is_refused_at_the_door(monkeypatch, 
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_time_that_is_no_number_is_refused_by_whichever_typer():
+    """NaN is neither below a limit nor above it: older ones let it pass."""
+    assert cli.finite(1.5) == 1.5 and cli.finite(None) is None
+    with pytest.raises(cli.ClickError, match="nan"):
+        cli.finite(float("nan"))
+
+
 @pytest.mark.parametrize("told", ["v1", "a" * 39, "A" * 40, "a" * 40 + "-dirty-dirty"])
 def test_a_commit_that_is_told_wrongly_is_refused_before_the_work(monkeypatch, ladder, capsys, told, tmp_path):
     monkeypatch.setenv("DCP_FIX_COMMIT", told)

@@ -208,7 +208,7 @@ def test_an_index_block_is_all_codes_then_all_scales(block_size, gap):
 
 
 def test_an_index_cache_may_lie_inside_a_larger_allocation():
-    """As one of many layers' in one buffer: every byte before and behind it stays as it was, and it reads as written."""
+    """As one of many layers' in one buffer: bytes before and behind it stay, and it reads as written."""
     whole = torch.full((5, 64, 132), POISON, dtype=torch.uint8)
     cache, alone = whole[2:4], new_index_cache(2)
     k, slots = rows(3, 128, seed=7), torch.tensor([0, 63, 100])
