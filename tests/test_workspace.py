@@ -61,6 +61,11 @@ def test_splits_are_as_many_as_there_are_blocks_of_keys():
     assert [workspace.wanted_splits(1, 64, topk, H200) for topk in (64, 65, 100, 128, 129)] == [1, 2, 2, 2, 3]
 
 
+def test_heads_count_in_whole_programs():
+    """65 heads are two programs of 64, so 66 tokens leave nothing to split for."""
+    assert [workspace.wanted_splits(66, heads, 2048, H200) for heads in (1, 64, 65, 96, 128)] == [2, 2, 1, 1, 1]
+
+
 def test_a_tight_budget_costs_splits_first_and_chunks_then():
     token = partial_bytes(64)
     assert plan(2, 64, 2048, H200, 100 * token).splits == 32
