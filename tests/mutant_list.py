@@ -275,7 +275,6 @@ MUTANTS = [
     ("dcp_fix/process.py", 'stream.reconfigure(errors="backslashreplace")', "pass", OUTPUT),
     ("dcp_fix/cli.py", "        return FAULT\n", "        return 1\n", CLI),
     ("dcp_fix/cli.py", "seconds is not None and math.isnan(seconds)", "False", NAN),
-    ("dcp_fix/cli.py", "    output.check_folder(out)\n", "", CLI),
     # --- records ---
     ("dcp_fix/evidence/records.py", "ge=SCHEMA_VERSION, le=SCHEMA_VERSION", "ge=SCHEMA_VERSION", RECORDS),
     ("dcp_fix/evidence/records.py", ', pattern="^[0-9a-f]{40}$"', "", RECORDS),
