@@ -2,7 +2,7 @@
 # make test   every test and every notebook                         make notebooks  run the notebooks anew and keep the outputs
 # make clean  remove what the others made                           make slides     HTML slides of the notebooks
 #
-# Not part of make test: make mutants (107 defects put in, one at a time), make fuzz (10,000 inputs a property),
+# Not part of make test: make mutants (defects put in, one at a time), make fuzz (10,000 inputs a property),
 # make endure (thousands of requests through one engine); their figures are in tests/figures.
 #
 # Set-up happens once, in .venv, and again only when pyproject.toml or constraints.txt changes.

@@ -143,13 +143,6 @@ MUTANTS = [
         "heads = -(-self.heads // workspace",
         CACHED,
     ),
-    ("dcp_fix/engine/sharded.py", "self.local_slots(chunk * CONTEXT_ROWS, mine)", "self.local_slots(0, mine)", CACHED),
-    (
-        "dcp_fix/engine/sharded.py",
-        "local_index(positions, size, interleave) - chunk * CONTEXT_ROWS",
-        "local_index(positions, size, interleave) % (CONTEXT_ROWS // 2)",
-        CACHED,
-    ),
     ("dcp_fix/engine/sharded.py", "            first += sum(lengths)\n", "", CACHED),
     ("dcp_fix/engine/blocks.py", "for block in reversed(table):", "for block in table:", CACHED),
     (
