@@ -2,13 +2,16 @@
 # make test   every test and every notebook                         make notebooks  run the notebooks anew and keep the outputs
 # make clean  remove what the others made                           make slides     HTML slides of the notebooks
 #
+# Not part of make test: make mutants (defects put in, one at a time), make fuzz (10,000 inputs a property),
+# make endure (thousands of requests through one engine); their figures are in tests/figures.
+#
 # Set-up happens once, in .venv, and again only when pyproject.toml or constraints.txt changes.
 # PYTHON=/path/to/python3.12 chooses the interpreter; without it the first Python 3.11 or 3.12 found is taken.
 
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := demo
-.PHONY: demo test lab notebooks slides clean
+.PHONY: demo test lab notebooks slides clean mutants fuzz endure
 
 PYTHON ?=
 VENV := .venv
@@ -38,6 +41,15 @@ notebooks: $(VENV)/.all
 
 slides: $(VENV)/.all
 	$(PY) notebooks/slides.py slides
+
+mutants: $(VENV)/.all
+	$(PY) -m tests.mutants
+
+fuzz: $(VENV)/.all
+	$(PY) -m tests.fuzz
+
+endure: $(VENV)/.all
+	$(PY) -m tests.endure
 
 clean:
 	rm -rf $(VENV) build dist slides *.egg-info .pytest_cache .ruff_cache .hypothesis

@@ -1,33 +1,105 @@
 """The command line: thin wrappers that import a module only to run it, so that `--help` never waits for torch.
 
-A `UserError` becomes one line on standard error and exit status 2; anything else is a bug and keeps its traceback.
+What an option may be is checked here, before the work. What is wrong with the input is one line on standard error and
+exit status 2; Ctrl-C and SIGTERM end everything that was begun; anything else unexpected is a fault of this program,
+shown with its traceback and status 70, since 1 means "different" or "a defect" (errors.py).
 """
 
+import math
+import os
 import sys
+import traceback
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 
 from dcp_fix import __version__
-from dcp_fix.errors import UserError
+from dcp_fix.errors import FAULT, USER_ERROR, UserError, shown, shown_lines
+from dcp_fix.evidence import output
+from dcp_fix.process import BROKEN_PIPE, flushed, ready_streams, status_of, stoppable, to_nowhere
+
+STATUSES = """Exit status: 0 the same, no defect, or done; 1 different, or a defect; 2 the input or the surroundings;
+70 a fault of this program, which please report; 130 after Ctrl-C, 143 after SIGTERM."""
+REPORT = (
+    "This is a fault of dcp_fix, not of your input. Please report it where you have dcp_fix from: the lines above, the "
+    "command, and what `dcp-fix --version` prints."
+)
+MOST_PROMPTS = 1000  # in a class
+MOST_RANKS = 1024
+MOST_SECONDS = 86400.0
+MOST_TOKENS = 1 << 20  # of requests that decode together
+MOST_CONTEXT = 1 << 24
 
 app = typer.Typer(
     name="dcp-fix",
     help="Sparse MLA under decode context parallelism (DCP): see the garbage, repair it, prove the bytes are the same.",
-    no_args_is_help=True,
+    epilog=STATUSES,
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+ClickError = typer.BadParameter.__mro__[2]  # of all mistakes in arguments; typer does not export it
 
 
 def main() -> None:
     """Run the command that `sys.argv` names and exit with its status."""
+    ready_streams()
+    with stoppable():
+        try:
+            status = run(sys.argv[1:] or ["--help"])
+        except KeyboardInterrupt as stop:
+            leave(status_of(stop))
+    sys.exit(flushed(status))
+
+
+def run(arguments: list[str]) -> int:
+    """The exit status of a command line, with every error said on standard error."""
     try:
-        app()
+        with typer.main.get_command(app).make_context("dcp-fix", arguments) as context:
+            return context.command.invoke(context) or 0
+    except typer.Exit as done:
+        return done.exit_code
     except UserError as error:
-        typer.echo(f"error: {error}", err=True)
-        sys.exit(2)
+        say(error)
+        return USER_ERROR
+    except ClickError as error:
+        say(f"{error.format_message()} See dcp-fix {named_command(arguments)}--help.")
+        return USER_ERROR
+    except BrokenPipeError:
+        to_nowhere(sys.stdout)
+        return BROKEN_PIPE
+    except SystemExit as stop:
+        return BROKEN_PIPE if stop.code == 1 else stop.code  # 1 is what rich makes of a broken pipe
+    except Exception as error:  # noqa: BLE001 - whatever it is, 1 would say "different"
+        if out_of_memory(error):
+            say(f"not enough memory for what was asked ({error}); ask for less, or on another machine")
+            return USER_ERROR
+        print(shown_lines(traceback.format_exc()), REPORT, sep="\n", file=sys.stderr)
+        return FAULT
+
+
+def say(error: object) -> None:
+    """An error on standard error, a line for each that it names, nothing of it able to move the cursor."""
+    for line in shown_lines(error).split("\n"):
+        print(f"error: {line}", file=sys.stderr)
+
+
+def named_command(arguments: list[str]) -> str:
+    """The command among the arguments, with a blank, or nothing."""
+    known = {name.replace("_", "-") for name in typer.main.get_command(app).commands}
+    return next((f"{word} " for word in arguments if word in known), "")
+
+
+def out_of_memory(error: Exception) -> bool:
+    """Whether a tensor did not fit: torch has a type for GPUs and a sentence for CPUs."""
+    return type(error).__name__ == "OutOfMemoryError" or "can't allocate memory" in str(error)
+
+
+def leave(status: int) -> None:
+    """End the process now: rank threads may still compute, and torch would abort under them."""
+    print("stopped", file=sys.stderr)
+    flushed(status)
+    os._exit(status)
 
 
 def show_version(wanted: bool) -> None:
@@ -37,11 +109,29 @@ def show_version(wanted: bool) -> None:
         raise typer.Exit
 
 
-def in_a_folder(path: Path | None) -> Path | None:
-    """Refuse an output file whose folder is missing: better at the door than after the run."""
-    if path is not None and not path.absolute().parent.is_dir():
-        raise typer.BadParameter(f"'{path.parent}' is no folder: make it first.")
+def writable(path: Path | None) -> Path | None:
+    """Refuse an output file that could not be written: better at the door than after the run."""
+    output.check(path)
+    told = os.environ.get("DCP_FIX_COMMIT", "").removesuffix("-dirty")
+    if path is not None and told and not (len(told) == 40 and set(told) <= set("0123456789abcdef")):
+        raise UserError(
+            f"DCP_FIX_COMMIT is {shown(told)}; allowed: a commit of 40 hexadecimal digits, or -dirty after it"
+        )
     return path
+
+
+def finite(seconds: float | None) -> float | None:
+    """Refuse what is no number: NaN is neither below a limit nor above it."""
+    if seconds is not None and math.isnan(seconds):
+        raise typer.BadParameter("nan is no time.")
+    return seconds
+
+
+Output = Annotated[
+    Path | None, typer.Option(callback=writable, help="Write the evidence to this file; - is standard output.")
+]
+Prompts = Annotated[int, typer.Option(min=1, max=MOST_PROMPTS, help="Prompts in each class.")]
+Tp = Annotated[int, typer.Option(min=1, max=MOST_RANKS, help="Tensor-parallel size: the number of ranks.")]
 
 
 @app.callback()
@@ -53,17 +143,19 @@ def options(
 
 @app.command()
 def reproduce(
-    prompts: Annotated[int, typer.Option(min=1, help="Prompts scored in each class; the first is shown.")] = 1,
+    prompts: Annotated[
+        int, typer.Option(min=1, max=MOST_PROMPTS, help="Prompts scored in each class; the first is shown.")
+    ] = 1,
     stale: Annotated[
         Literal["zeros", "noise", "previous"],
         typer.Option(help="What unwritten memory holds: zeros, noise, or another request's rows."),
     ] = "previous",
     classes: Annotated[str, typer.Option(help="Prompt classes.")] = "512,1536,1024+1536,8192",
-    json: Annotated[
-        Path | None, typer.Option(dir_okay=False, callback=in_a_folder, help="Write the rows to this file as well.")
-    ] = None,
-    tp: Annotated[int, typer.Option(min=1, help="Tensor-parallel size.")] = 4,
-    dcp: Annotated[int, typer.Option(min=1, help="Decode-context-parallel size, a divisor of --tp.")] = 4,
+    json: Output = None,
+    tp: Tp = 4,
+    dcp: Annotated[
+        int, typer.Option(min=1, max=MOST_RANKS, help="Decode-context-parallel size, a divisor of --tp.")
+    ] = 4,
     device: Annotated[str, typer.Option(help="cpu, or cuda for the Triton kernels.")] = "cpu",
     checkpoint: Annotated[
         Path | None, typer.Option(help="Checkpoint folder made by `dcp-fix train`; without it, the packaged one.")
@@ -82,7 +174,10 @@ def reproduce(
     cuda_graphs: Annotated[bool, typer.Option("--cuda-graphs", help="vllm: compile and use CUDA graphs.")] = False,
     pcp: Annotated[int | None, typer.Option(min=1, help="vllm: prefill-context-parallel size.")] = None,
     llm: Annotated[list[str] | None, typer.Option(help="vllm: an argument of `LLM`, key=value (repeatable).")] = None,
-    timeout: Annotated[float | None, typer.Option(min=1.0, help="vllm: seconds for one rung (600).")] = None,
+    timeout: Annotated[
+        float | None,
+        typer.Option(min=1.0, max=MOST_SECONDS, callback=finite, help="vllm: seconds for one rung (600)."),
+    ] = None,
     logs: Annotated[Path | None, typer.Option(file_okay=False, help="vllm: folder for vLLM's logs.")] = None,
     resume: Annotated[Path | None, typer.Option(help="vllm: take over the rungs of this record.")] = None,
 ) -> None:
@@ -114,22 +209,25 @@ def refuse(given: dict, why: str) -> None:
         raise typer.BadParameter(f"{', '.join(names)} {why}.")
 
 
-def numbers(text: str) -> tuple[int, ...]:
-    """A list such as 1,2,4."""
-    try:
-        return tuple(int(part) for part in text.split(","))
-    except ValueError:
-        raise typer.BadParameter(f"'{text}' is no list of numbers such as 1,2,4.") from None
+def numbers(text: str, most: int = MOST_RANKS) -> tuple[int, ...]:
+    """A list such as 1,2,4, of at most 64 numbers from 1 to `most`."""
+    parts = text.split(",")
+    if not all(part.strip().isascii() and part.strip().isdecimal() and len(part) < 20 for part in parts):
+        raise typer.BadParameter(f"'{shown(text)}' is no list of numbers such as 1,2,4.")
+    found = tuple(map(int, parts))
+    if len(found) > 64 or not 1 <= min(found) <= max(found) <= most:
+        raise typer.BadParameter(f"'{shown(text)}': 64 numbers at most; each must be at least 1, at most {most}.")
+    return found
 
 
 @app.command()
 def verify(
-    tp: Annotated[int, typer.Option(min=1, help="Tensor-parallel size: the number of ranks.")] = 4,
+    tp: Tp = 4,
     dcp: Annotated[
         str, typer.Option(help="DCP sizes to compare, divisors of --tp; the first is the reference.")
     ] = "1,2,4",
     classes: Annotated[str, typer.Option(help="Prompt classes.")] = "512,1536,1024+1536,8192",
-    prompts: Annotated[int, typer.Option(min=1, help="Prompts in each class.")] = 1,
+    prompts: Prompts = 1,
     combine: Annotated[
         str,
         typer.Option(
@@ -144,16 +242,20 @@ def verify(
     ] = False,
     device: Annotated[str, typer.Option(help="cpu, or cuda for the Triton kernels.")] = "cpu",
     procs: Annotated[
-        int | None, typer.Option(min=1, help="Start this many processes, one a rank; without it, ranks are threads.")
+        int | None,
+        typer.Option(
+            min=1, max=MOST_RANKS, help="Start this many processes, one a rank; without it, ranks are threads."
+        ),
     ] = None,
     cuda_graphs: Annotated[bool, typer.Option("--cuda-graphs", help="Record decode steps as CUDA graphs.")] = False,
     share_gpus: Annotated[
         bool, typer.Option("--share-gpus", help="Allow more ranks than GPUs; collectives then go over gloo.")
     ] = False,
-    timeout: Annotated[float, typer.Option(min=1.0, help="Seconds that a rank may lag behind the others.")] = 300.0,
-    record: Annotated[
-        Path | None, typer.Option(dir_okay=False, callback=in_a_folder, help="Write the evidence to this file.")
-    ] = None,
+    timeout: Annotated[
+        float,
+        typer.Option(min=1.0, max=MOST_SECONDS, callback=finite, help="Seconds that a rank may lag behind the others."),
+    ] = 300.0,
+    record: Output = None,
     checkpoint: Annotated[
         Path | None, typer.Option(help="Checkpoint folder made by `dcp-fix train`; without it, the packaged one.")
     ] = None,
@@ -174,7 +276,7 @@ def verify(
     chosen token's logit leads at the closest step. forced: the first step that makes more than rounding of DCP1's
     input, else the step that came closest to its bound.
 
-    Exit status: 0 the same, 1 different, 2 bad input, more if a rank fails.
+    Exit status: 0 the same, 1 different, 2 bad input, 3 a rank that another one's failure stopped, else see --help.
     """
     from dcp_fix.evidence import cabinet as planted_defects
     from dcp_fix.evidence import verify as verification
@@ -197,19 +299,18 @@ def verify(
 def multi_gpu(
     device: Annotated[Literal["cuda", "cpu"], typer.Option(help="cuda: NCCL between GPUs. cpu: gloo.")] = "cuda",
     ranks: Annotated[
-        int | None, typer.Option(min=1, help="Processes, a power of two; without it, as many as there are GPUs.")
+        int | None,
+        typer.Option(min=1, max=MOST_RANKS, help="Processes, a power of two; without it, as many as there are GPUs."),
     ] = None,
     classes: Annotated[str, typer.Option(help="Prompt classes.")] = "512,1536,1024+1536,8192",
-    prompts: Annotated[int, typer.Option(min=1, help="Prompts in each class.")] = 1,
-    record: Annotated[
-        Path | None, typer.Option(dir_okay=False, callback=in_a_folder, help="Write the evidence to this file.")
-    ] = None,
+    prompts: Prompts = 1,
+    record: Output = None,
     part: Annotated[str | None, typer.Option(hidden=True)] = None,
     out: Annotated[Path | None, typer.Option(hidden=True)] = None,
 ) -> None:
     """Prove it on this host's GPUs: ladder, every DCP size, CUDA graphs, times of the combine, workspace; one record.
 
-    Exit status: 0 all is as it should be, 1 it is not, 2 bad input, more if a rank fails.
+    Exit status: 0 all is as it should be, 1 it is not, 2 bad input, else see --help.
     """
     from dcp_fix.evidence import multi_gpu as script
 
@@ -232,7 +333,7 @@ def doctor(
     answers: Annotated[
         str | None, typer.Option(help="Answers for --symptom, as looks=nan,dcp1=no or as JSON; then nothing is asked.")
     ] = None,
-    json: Annotated[str | None, typer.Option(help="Write JSON to this file; - is standard output.")] = None,
+    json: Output = None,
 ) -> None:
     """Say which of the defects a vLLM has, by running its own code in a child process. No GPU needed.
 
@@ -246,9 +347,11 @@ def doctor(
     if symptom or answers is not None:
         from dcp_fix.vllm.doctor import symptom_report
 
-        raise typer.Exit(symptom_report.main(paths, releases=release or (), answers=answers, json=json))
+        raise typer.Exit(symptom_report.main(paths, releases=release or (), answers=answers, json=json and str(json)))
     raise typer.Exit(
-        report.main(paths, releases=release or (), with_plugin=with_plugin, serve_args=serve_args, json=json)
+        report.main(
+            paths, releases=release or (), with_plugin=with_plugin, serve_args=serve_args, json=json and str(json)
+        )
     )
 
 
@@ -259,21 +362,15 @@ def compare(
     ],
     b: Annotated[str | None, typer.Option("--b", help="Another one, serving the same model.")] = None,
     save: Annotated[
-        Path | None,
-        typer.Option(
-            dir_okay=False, callback=in_a_folder, help="Instead of --b: keep the answers of --a in this file."
-        ),
+        Path | None, typer.Option(callback=writable, help="Instead of --b: keep the answers of --a in this file.")
     ] = None,
     pairs: Annotated[
         int | None, typer.Option(min=5, max=1000, help="This many prompts, and a test against the servers' own noise.")
     ] = None,
-    json: Annotated[
-        Path | None,
-        typer.Option(
-            dir_okay=False, allow_dash=True, callback=in_a_folder, help="Write JSON to this file; - is standard output."
-        ),
-    ] = None,
-    timeout: Annotated[float, typer.Option(min=0.001, help="Seconds to wait for one answer.")] = 120.0,
+    json: Output = None,
+    timeout: Annotated[
+        float, typer.Option(min=0.001, max=MOST_SECONDS, callback=finite, help="Seconds to wait for one answer.")
+    ] = 120.0,
 ) -> None:
     """Ask two serving endpoints the same three prompts, greedily, and compare the answers byte for byte.
 
@@ -292,8 +389,10 @@ def bench(
     tokens: Annotated[str, typer.Option(help="Requests that decode together.")] = "1,8,32,128",
     contexts: Annotated[str, typer.Option(help="Tokens that each request has cached.")] = "8192,65536",
     dcp: Annotated[str, typer.Option(help="DCP sizes, divisors of --tp.")] = "1,4",
-    tp: Annotated[int, typer.Option(min=1, help="Tensor-parallel size, over which 64 heads are shared.")] = 4,
-    topk: Annotated[int, typer.Option(min=1, help="Selected keys of a token.")] = 2048,
+    tp: Annotated[
+        int, typer.Option(min=1, max=MOST_RANKS, help="Tensor-parallel size, over which 64 heads are shared.")
+    ] = 4,
+    topk: Annotated[int, typer.Option(min=1, max=MOST_CONTEXT, help="Selected keys of a token.")] = 2048,
     kernels: Annotated[bool, typer.Option("--kernels", help="Time our kernels by themselves instead.")] = False,
     works: Annotated[str, typer.Option(help="With --kernels: which of them.")] = "launch,norm,combine,attend",
     against: Annotated[
@@ -303,9 +402,7 @@ def bench(
         ),
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="With --kernels: print JSON instead of a table.")] = False,
-    record: Annotated[
-        Path | None, typer.Option(dir_okay=False, callback=in_a_folder, help="Write the measurements to this file.")
-    ] = None,
+    record: Output = None,
 ) -> None:
     """Time one rank's decode attention, ordinary and exact, and count the bytes that it sends.
 
@@ -317,17 +414,18 @@ def bench(
         raise typer.Exit(kernel_bench.main(tuple(works.split(",")), against, json, record))
     from dcp_fix.evidence import bench as benchmark
 
-    sizes = (numbers(tokens), numbers(contexts), numbers(dcp))
+    sizes = (numbers(tokens, MOST_TOKENS), numbers(contexts, MOST_CONTEXT), numbers(dcp))
     raise typer.Exit(benchmark.main(device, *sizes, tp, topk=topk, record_path=record))
 
 
 @app.command()
 def train(
     out: Annotated[Path, typer.Argument(file_okay=False, help="Folder for config, weights and tokenizer.")],
-    seed: Annotated[int, typer.Option(help="Seed of the weights and of the texts.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=(1 << 63) - 1, help="Seed of the weights and of the texts.")] = 0,
     device: Annotated[str | None, typer.Option(help="cpu or cuda; without it, a GPU where there is one.")] = None,
 ) -> None:
     """Train the small GLM-DSA checkpoint anew and score it on held-out questions."""
+    output.check_folder(out)
     from dcp_fix.tiny import train as training
 
     raise typer.Exit(training.main(out, seed=seed, device=device))

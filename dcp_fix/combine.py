@@ -38,12 +38,15 @@ def clean_lse(lse: torch.Tensor) -> torch.Tensor:
 
 
 def to_natural(lse: torch.Tensor, base: str) -> torch.Tensor:
-    """An lse in base "e" (FlashMLA) or "2" (FlashInfer, trtllm) as a natural one: convert once, and only here."""
+    """An lse in base "e" (FlashMLA) or "2" (FlashInfer, trtllm) as a natural one, in fp32: convert once, and only here.
+
+    Widened before the multiplication: a bf16 product would be rounded to a step of 1/32 between 4 and 8.
+    """
     if base not in BASES:
         raise ValueError(
             f"lse base {base!r} is not one of {', '.join(map(repr, BASES))}; ask the kernel's documentation"
         )
-    return lse if base == "e" else lse * BASES[base]
+    return lse.float() * BASES[base]
 
 
 def merge_weights(lse: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -62,6 +62,9 @@ def global_position(local_index: int | Tensor, dcp_size: int, dcp_rank: int, int
 def local_length(length: int | Tensor, dcp_size: int, dcp_rank: int, interleave: int = 1) -> int | Tensor:
     """How many of the positions 0 .. length - 1 rank `dcp_rank` holds.
 
+    A negative length is clamped to 0, in ints and tensors alike: to refuse one would mean to read a tensor's value,
+    which stalls a GPU.
+
     For several query tokens of one request localise each *global* length; subtracting from a localised one is wrong.
     The last three tokens of a sequence of 10 see 8, 9 and 10 positions:
 
@@ -71,7 +74,7 @@ def local_length(length: int | Tensor, dcp_size: int, dcp_rank: int, interleave:
     [4, 4, 5]
     """
     _check(dcp_size, interleave, dcp_rank)
-    round_of = dcp_size * interleave
+    round_of, length = dcp_size * interleave, _at_least_0(length)
     return length // round_of * interleave + _clamp(length % round_of - dcp_rank * interleave, 0, interleave)
 
 
@@ -186,14 +189,19 @@ def chunk_local_lengths(context_length: int, dcp_size: int, interleave: int, chu
 def prefix_hit(shared_tokens: int, block_size: int, dcp_size: int) -> int:
     """How many of `shared_tokens` leading tokens a prefix cache can reuse: whole blocks on every rank.
 
-    One block on each of D ranks holds `block_size * dcp_size` tokens, so that is the unit; never more than shared.
+    One block on each of D ranks holds `block_size * dcp_size` tokens, so that is the unit; never more than shared,
+    and 0 for a negative number.
 
     >>> prefix_hit(shared_tokens=150, block_size=16, dcp_size=2)
     128
     """
     _check(dcp_size, block_size)
     unit = block_size * dcp_size
-    return shared_tokens // unit * unit
+    return _at_least_0(shared_tokens) // unit * unit
+
+
+def _at_least_0(x: int | Tensor) -> int | Tensor:
+    return x.clamp(min=0) if isinstance(x, Tensor) else max(x, 0)
 
 
 def _clamp(x: int | Tensor, low: int, high: int) -> int | Tensor:

@@ -4,6 +4,18 @@ import os
 
 import pytest
 import torch
+from hypothesis import HealthCheck, settings
+
+# `make fuzz` takes the second profile. No deadline: a busy machine is no error.
+for name, examples in {"tests": 200, "fuzz": 10_000}.items():
+    settings.register_profile(
+        name, max_examples=examples, deadline=None, suppress_health_check=[HealthCheck.too_slow], print_blob=True
+    )
+settings.load_profile("tests")
+
+# What the caller's terminal wants is nothing to the output that tests compare, also of the processes that they start.
+for name in ("FORCE_COLOR", "CLICOLOR_FORCE", "NO_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE", "COLUMNS"):
+    os.environ.pop(name, None)
 
 # Two pytest workers share two cores. Rank threads of a LocalGroup set their own number.
 torch.set_num_threads(1)

@@ -13,7 +13,6 @@ from dcp_fix.combine import merge_partials
 from dcp_fix.equality import close, same_bytes
 from dcp_fix.kv_cache import CACHE_FORMATS, new_latent_cache, read_latent, write_latent
 
-pytestmark = pytest.mark.timeout(60)
 INF, NAN = math.inf, math.nan
 SCALE = 0.07
 

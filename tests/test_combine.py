@@ -19,7 +19,6 @@ from dcp_fix.combine import (
 from dcp_fix.equality import close, same_bytes
 from dcp_fix.ranks.group import LocalGroup, SingleGroup
 
-pytestmark = pytest.mark.timeout(60)
 INF, NAN = math.inf, math.nan
 METHODS = {"ag_rs": combine_ag_rs, "a2a": combine_a2a}
 
@@ -210,6 +209,19 @@ def test_manager_converts_the_base_once():
     run = lambda group, scale, base: CombineManager(group, base=base).combine(out[group.rank], lse[group.rank] * scale)  # noqa: E731
     natural, base_2 = (LocalGroup.run(2, run, *how) for how in ((1.0, "e"), (1 / math.log(2), "2")))
     assert all(close(a, b, ulps=16, floor=1.0) for a, b in zip(natural, base_2, strict=True))
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_manager_widens_a_base_2_lse_before_it_multiplies(dtype, method):
+    """Multiplied as they are, 10.0 and 10.0625 give 5.0781 in bf16 and 5.1172 in fp16: each holds both."""
+    out, lse = torch.tensor([0.0, 10.0]), torch.tensor([10.0, 10.0625], dtype=dtype)
+    whole = lambda group: CombineManager(group, method, base="2").combine(  # noqa: E731
+        out[group.rank].expand(1, 2, 1), lse[group.rank].expand(1, 2)
+    )
+    share = 2.0**0.0625 / (1 + 2.0**0.0625)
+    for got in LocalGroup.run(2, whole):
+        assert got.item() == pytest.approx(10 * share, abs=1e-5) == pytest.approx(5.1083, abs=1e-4)
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,6 @@ from dcp_fix.tiny import corpus
 from tests.checkpoints import random_checkpoint, random_tokens
 from tests.processes import run_ranks
 
-pytestmark = pytest.mark.timeout(200)
 TP, CLASSES, SCALE = 8, 8, 0.07
 SIZES = (1, 2, 4, 8)
 NAN = float("nan")

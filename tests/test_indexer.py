@@ -10,7 +10,6 @@ from dcp_fix.equality import close, same_bytes
 from dcp_fix.indexer import index_scores, merge_topk, select, topk
 from dcp_fix.ranks.group import LocalGroup, SingleGroup
 
-pytestmark = pytest.mark.timeout(60)
 INF, NAN = math.inf, math.nan
 
 

@@ -207,6 +207,18 @@ def test_an_index_block_is_all_codes_then_all_scales(block_size, gap):
     assert [view.data_ptr() - memory.data_ptr() for view in index_views(cache)] == [0, block_size * 128]
 
 
+def test_an_index_cache_may_lie_inside_a_larger_allocation():
+    """As one of many layers' in one buffer: bytes before and behind it stay, and it reads as written."""
+    whole = torch.full((5, 64, 132), POISON, dtype=torch.uint8)
+    cache, alone = whole[2:4], new_index_cache(2)
+    k, slots = rows(3, 128, seed=7), torch.tensor([0, 63, 100])
+    write_index(cache, k, slots)
+    write_index(alone, k, slots)
+    assert (whole[:2] == POISON).all() and (whole[4:] == POISON).all()
+    assert same_bytes(read_index(cache, slots), read_index(alone, slots))
+    assert all(view.data_ptr() >= cache.data_ptr() for view in index_views(cache))
+
+
 @pytest.mark.parametrize("cache_format, first", [("fp8_ds_mla", 3_273_604), ("fp8", 3_728_271)])
 def test_case_10_offsets_are_64_bit(cache_format, first):
     """Slots around the first whose byte offset leaves int32; the cache is never touched, so it takes no memory."""

@@ -173,6 +173,8 @@ def test_a_rank_owns_the_classes_congruent_to_it(dcp_size, interleave, classes):
 
 def test_case_11_each_chunk_has_its_own_length_per_rank():
     assert chunk_local_lengths(11, 2, 1, 4) == [[4, 4], [2, 1]]
+    assert chunk_local_lengths(8, 2, 1, 4) == [[4, 4]], "no empty chunk after a last one that is full"
+    assert chunk_local_lengths(0, 2, 1, 4) == []
 
 
 @groups
@@ -217,3 +219,14 @@ def test_case_14_a_prefix_hit_is_whole_blocks_on_every_rank(shared, block_size, 
 def test_bad_arguments_name_the_value(call, message):
     with pytest.raises(ValueError, match=message):
         call()
+
+
+@pytest.mark.parametrize("length", [-1, -2, -64, -(10**12)])
+@pytest.mark.parametrize("dcp_size, interleave", [(1, 1), (2, 1), (4, 16)])
+def test_a_negative_length_holds_no_position(length, dcp_size, interleave):
+    """Clamped, not refused: ints and tensors alike."""
+    for rank in range(dcp_size):
+        assert local_length(length, dcp_size, rank, interleave) == 0
+        assert local_length(torch.tensor([length, 3]), dcp_size, rank, interleave)[0] == 0
+    assert chunk_local_lengths(length, dcp_size, interleave, 64) == []
+    assert prefix_hit(length, 16, dcp_size) == 0

@@ -56,6 +56,16 @@ def test_splits_fill_the_multiprocessors(tokens, heads, topk, splits):
     assert 4 * (out.numel() + lse.numel()) == got.accumulator_bytes
 
 
+def test_splits_are_as_many_as_there_are_blocks_of_keys():
+    """100 keys are two blocks of 64; one program more would find no key."""
+    assert [workspace.wanted_splits(1, 64, topk, H200) for topk in (64, 65, 100, 128, 129)] == [1, 2, 2, 2, 3]
+
+
+def test_heads_count_in_whole_programs():
+    """65 heads are two programs of 64, so 66 tokens leave nothing to split for."""
+    assert [workspace.wanted_splits(66, heads, 2048, H200) for heads in (1, 64, 65, 96, 128)] == [2, 2, 1, 1, 1]
+
+
 def test_a_tight_budget_costs_splits_first_and_chunks_then():
     token = partial_bytes(64)
     assert plan(2, 64, 2048, H200, 100 * token).splits == 32

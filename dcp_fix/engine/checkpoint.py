@@ -1,153 +1,103 @@
-"""A checkpoint folder in Hugging Face format, type `glm_moe_dsa`: config.json and model.safetensors.
+"""The weights of a checkpoint folder in Hugging Face format, type `glm_moe_dsa`: model.safetensors beside config.json.
 
 Tensors carry the names that transformers and vLLM load. The model holds the experts of a layer fused (`fuse_experts`):
-all side by side, as one wide MLP.
+all side by side, as one wide MLP. The file must hold the tensors that its config asks for and no other: one that
+nothing reads (a bias, a scale, a layer for multi-token prediction) would count for nothing without a word.
 
-Not here: quantised weights, YaRN, expert groups (`n_group > 1`), multi-token prediction. A checkpoint that needs them
-is refused.
+What is not implemented, and therefore refused, stands in config.py.
 """
 
 from __future__ import annotations
 
-import json
-from dataclasses import dataclass, fields
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from dcp_fix.errors import UserError
+from dcp_fix.bounded import check_regular
+from dcp_fix.engine.config import CheckpointError, Config, absent
+from dcp_fix.errors import UserError, shown
 
-
-class CheckpointError(UserError):
-    """A checkpoint that cannot be loaded; the message names the file, what is wrong with it and the remedy."""
-
-
-@dataclass(frozen=True)
-class Config:
-    """The numbers of `config.json` that the forward pass reads.
-
-    Sizes in elements, `indexer_types` and `mlp_layer_types` one per layer.
-    """
-
-    vocab_size: int
-    hidden_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
-    q_lora_rank: int
-    kv_lora_rank: int
-    qk_nope_head_dim: int
-    qk_rope_head_dim: int
-    v_head_dim: int
-    intermediate_size: int
-    moe_intermediate_size: int
-    n_routed_experts: int
-    n_shared_experts: int
-    num_experts_per_tok: int
-    routed_scaling_factor: float
-    index_topk: int
-    index_head_dim: int
-    index_n_heads: int
-    max_position_embeddings: int
-    rms_norm_eps: float
-    indexer_types: tuple[str, ...]
-    mlp_layer_types: tuple[str, ...]
-    rope_theta: float
-    bos_token_id: int
-    eos_token_id: int
-
-    @classmethod
-    def from_json(cls, path: Path) -> Config:
-        """Read `config.json`. Raises `CheckpointError` when it is missing, not JSON, of another model type or lacks a
-        number.
-        """
-        try:
-            raw = json.loads(path.read_text())
-        except FileNotFoundError as error:
-            raise absent(path) from error
-        except (json.JSONDecodeError, UnicodeDecodeError) as error:
-            raise CheckpointError(f"{path}: not JSON ({error}); restore the file") from error
-        if not isinstance(raw, dict) or raw.get("model_type") != "glm_moe_dsa":
-            raise CheckpointError(f"{path}: model_type is not 'glm_moe_dsa'; only GLM-DSA checkpoints run here")
-        rope = raw.get("rope_parameters") or {}
-        if (
-            rope.get("rope_type", "default") != "default"
-            or raw.get("n_group", 1) != 1
-            or raw.get("quantization_config")
-        ):
-            raise CheckpointError(
-                f"{path}: needs scaled RoPE, expert groups or quantised weights, which this model does not implement"
-            )
-        if raw.get("n_shared_experts") != 1:
-            raise CheckpointError(f"{path}: n_shared_experts is {raw.get('n_shared_experts')}; only one is implemented")
-        raw["rope_theta"] = rope.get("rope_theta")
-        missing = [f.name for f in fields(cls) if raw.get(f.name) is None]
-        if missing:
-            raise CheckpointError(f"{path}: lacks {', '.join(missing)}")
-        values = {f.name: raw[f.name] for f in fields(cls)}
-        return cls(**{k: tuple(v) if isinstance(v, list) else v for k, v in values.items()})
-
-    @property
-    def qk_head_dim(self) -> int:
-        """Width of one query or key head: nope + rope."""
-        return self.qk_nope_head_dim + self.qk_rope_head_dim
-
-    @property
-    def scale(self) -> float:
-        """Softmax scale of the attention, one over the root of the head width."""
-        return self.qk_head_dim**-0.5
+DTYPES = ("BF16", "F16", "F32")  # as safetensors calls them
 
 
 def check_folder(folder: Path) -> Config:
     """The config of a checkpoint folder that has weights, too. Raises `CheckpointError`."""
-    config, weights = Config.from_json(folder / "config.json"), folder / "model.safetensors"
-    if not weights.is_file():
-        raise absent(weights)
+    config = Config.from_json(folder / "config.json")
+    check_weights_file(folder / "model.safetensors")
     return config
 
 
-def absent(path: Path) -> CheckpointError:
-    """What to raise where a file of a checkpoint folder is not there."""
-    return CheckpointError(
-        f"{path}: no such file; a checkpoint folder holds config.json, model.safetensors, tokenizer.json"
-    )
+def check_weights_file(path: Path) -> None:
+    """Raise `CheckpointError` unless the path names a regular file: reading a FIFO or a device would not end."""
+    try:
+        check_regular(path)
+    except FileNotFoundError as error:
+        raise absent(path) from error
+    except UserError as error:
+        raise CheckpointError(str(error)) from error
 
 
 def read_weights(path: Path, config: Config) -> dict[str, Tensor]:
-    """Every tensor of a safetensors file, checked against `weight_shapes`. Raises `CheckpointError`."""
-    from safetensors import SafetensorError
+    """Every tensor of a safetensors file, once its header is what `config` asks for. Raises `CheckpointError`."""
+    from safetensors import SafetensorError, safe_open
     from safetensors.torch import load_file
 
+    check_weights_file(path)
     try:
+        with safe_open(path, "pt") as file:
+            held = {name: file.get_slice(name) for name in file.keys()}
+            check_header(path, {name: (tuple(s.get_shape()), s.get_dtype()) for name, s in held.items()}, config)
         weights = load_file(path)
-    except FileNotFoundError as error:
-        raise absent(path) from error
-    except SafetensorError as error:
-        raise CheckpointError(f"{path}: damaged or truncated ({error}); restore the file") from error
-    for name, shape in weight_shapes(config).items():
-        if name not in weights:
-            raise CheckpointError(f"{path}: lacks {name}; the file does not belong to this config.json")
-        if tuple(weights[name].shape) != shape:
-            raise CheckpointError(f"{path}: {name} is {tuple(weights[name].shape)}, config.json asks for {shape}")
-        if not weights[name].isfinite().all():
-            raise CheckpointError(f"{path}: {name} holds NaN or infinity; restore the file")
+    except (SafetensorError, OSError) as error:
+        raise CheckpointError(f"{shown(path)}: damaged or truncated ({shown(error)}); restore the file") from error
+    for name, weight in weights.items():
+        if not weight.isfinite().all():
+            raise CheckpointError(f"{shown(path)}: {name} holds NaN or infinity; restore the file")
     return weights
+
+
+def check_header(path: Path, held: dict[str, tuple[tuple[int, ...], str]], config: Config) -> None:
+    """Raise `CheckpointError` unless a file of these shapes and types holds what the config asks for, and no more.
+
+    Names are made one at a time: a config may ask for millions, a file that lacks them is small.
+    """
+    unread = dict(held)
+    for name, shape in named_shapes(config):
+        if name not in held:
+            raise CheckpointError(f"{shown(path)}: lacks {name}; the file does not belong to this config.json")
+        found, dtype = unread.pop(name)
+        if found != shape:
+            raise CheckpointError(f"{shown(path)}: {name} is {found}, config.json asks for {shape}")
+        if dtype not in DTYPES:
+            raise CheckpointError(
+                f"{shown(path)}: {name} is of type {shown(dtype)}; allowed: {', '.join(DTYPES)}, no quantised weights"
+            )
+    if unread:
+        more = f" and {len(unread) - 1} other tensors" if len(unread) > 1 else ""
+        raise CheckpointError(
+            f"{shown(path)}: holds {shown(min(unread))}{more}, which nothing here reads; allowed: what config.json has"
+        )
 
 
 def weight_shapes(config: Config) -> dict[str, tuple[int, ...]]:
     """Name and shape of every tensor that a checkpoint of this config holds."""
+    return dict(named_shapes(config))
+
+
+def named_shapes(config: Config) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """The same, one after another."""
     c, hidden = config, config.hidden_size
-    shapes = {
-        "model.embed_tokens.weight": (c.vocab_size, hidden),
-        "model.norm.weight": (hidden,),
-        "lm_head.weight": (c.vocab_size, hidden),
-    }
+    yield "model.embed_tokens.weight", (c.vocab_size, hidden)
+    yield "model.norm.weight", (hidden,)
+    yield "lm_head.weight", (c.vocab_size, hidden)
     for i in range(c.num_hidden_layers):
         layer = {"input_layernorm.weight": (hidden,), "post_attention_layernorm.weight": (hidden,)}
         layer |= {f"self_attn.{name}": shape for name, shape in attention_shapes(c, i).items()}
         layer |= {f"mlp.{name}": shape for name, shape in mlp_shapes(c, i).items()}
-        shapes |= {f"model.layers.{i}.{name}": shape for name, shape in layer.items()}
-    return shapes
+        for name, shape in layer.items():
+            yield f"model.layers.{i}.{name}", shape
 
 
 def attention_shapes(c: Config, index: int) -> dict[str, tuple[int, ...]]:

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from dcp_fix.engine import exact_tp
 from dcp_fix.engine.blocks import CacheFull
+from dcp_fix.engine.config import Config
 from dcp_fix.engine.decode_step import DecodeStep
 from dcp_fix.engine.exact_attention import METHODS as EXACT
 from dcp_fix.engine.exact_attention import ExactAttention
@@ -31,7 +32,7 @@ from dcp_fix.engine.sharded import Ops, ShardedAttention
 from dcp_fix.equality import digest
 from dcp_fix.errors import UserError
 from dcp_fix.exact import CLASSES
-from dcp_fix.kv_cache import BLOCK, LATENT, ROPE, check_format
+from dcp_fix.kv_cache import BLOCK, INDEX_DIM, LATENT, ROPE, check_format
 from dcp_fix.ranks.group import Group
 
 GIB = 1 << 30
@@ -65,7 +66,8 @@ class Engine:
     fixed memory, on a GPU as one CUDA graph (decode_step.py). `combine`: "ag_rs", "a2a", or "exact" for the same logits
     in every bit whatever `dcp_size` is, for sizes that divide `classes` (exact_attention.py); on a CPU with `shards`
     whatever the TP size is, too, for sizes that divide those (exact_tp.py). Raises UserError for sizes that do not
-    divide, a length that the checkpoint does not know, an unknown device or cache format.
+    divide, a length that the checkpoint does not know, widths that the cache does not have, an unknown device or cache
+    format.
     """
 
     def __init__(
@@ -79,6 +81,7 @@ class Engine:
         dtype = dtype or default_dtype(device)
         model = model if isinstance(model, Model) else Model.load(model, device, dtype)
         config = model.config
+        check_widths(config)
         check_dcp(group.size, dcp_size)
         check_format(cache_format)
         check_sizes(interleave, max_batch_tokens, max_length, config.max_position_embeddings)
@@ -123,7 +126,7 @@ class Engine:
             while True:
                 logits.append(row)
                 tokens.append(int(row.argmax()))
-                if tokens[-1] == self.config.eos_token_id or len(logits) == max_new_tokens:
+                if self.config.ends(tokens[-1]) or len(logits) == max_new_tokens:
                     break
                 row = self.decode(tokens[-1], start, block_table)
                 start += 1
@@ -209,6 +212,14 @@ def resolve_device(name: torch.device | str) -> torch.device:
 def default_dtype(device: torch.device) -> torch.dtype:
     """fp32 on a CPU; bf16, as the checkpoint is stored, on a GPU."""
     return torch.bfloat16 if device.type == "cuda" else torch.float32
+
+
+def check_widths(config: Config) -> None:
+    """Raise UserError for a model whose keys do not have the widths of the caches."""
+    caches = {"kv_lora_rank": LATENT, "qk_rope_head_dim": ROPE, "index_head_dim": INDEX_DIM}
+    for name, width in caches.items():
+        if getattr(config, name) != width:
+            raise UserError(f"{name} is {getattr(config, name)}; allowed: {width}, the width of the cache's entries")
 
 
 def check_sizes(interleave: int, max_batch_tokens: int, max_length: int, positions: int) -> None:

@@ -17,6 +17,7 @@ It does not: measure a network, a whole model or another system's kernels.
 """
 
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
@@ -35,8 +36,7 @@ from dcp_fix.engine.engine import resolve_device
 from dcp_fix.engine.shard import check_dcp
 from dcp_fix.engine.sharded import H200_SMS
 from dcp_fix.errors import UserError
-from dcp_fix.evidence import machine
-from dcp_fix.evidence.records import record
+from dcp_fix.evidence.records import deliver_record
 from dcp_fix.kv_cache import BLOCK, LATENT, ROPE, new_latent_cache, write_latent
 from dcp_fix.ownership import local_class, local_length, localise
 from dcp_fix.ranks.group import Group
@@ -44,6 +44,7 @@ from dcp_fix.ranks.group import Group
 FORMAT = "fp8_ds_mla"
 SCALE = 192**-0.5  # of GLM-5.2's heads: 128 + 64
 WARM_UP, REPEATS = 3, 20
+WIDTH = 160  # of the table where no terminal says otherwise: no number is cut
 
 
 @dataclass(frozen=True)
@@ -219,17 +220,16 @@ def main(
     device: str, tokens: tuple[int, ...], contexts: tuple[int, ...], dcps: tuple[int, ...], tp: int, heads: int = 64,
     topk: int = 2048, record_path: Path | None = None,
 ) -> int:  # fmt: skip
-    """Measure every size, print the table, write the record; 0. Raises UserError for sizes that do not divide."""
-    place, console = resolve_device(device), Console(highlight=False)
+    """Measure every size, write the record, print the table; 0. Raises UserError for sizes that do not divide."""
+    place, console = resolve_device(device), Console(width=None if sys.stdout.isatty() else WIDTH, highlight=False)
     check(tokens, contexts, dcps, tp, heads)
     wanted = list(sizes(tokens, contexts, dcps, tp, heads, topk))
     results = []
     for size in track(wanted, "measuring", console=Console(stderr=True)):
         results.append(measure(size, place))
-    console.print(table(results))
-    if record_path:
-        rows = [result.as_json() for result in results]
-        record(record_path, machine.command_line(), {"format": FORMAT, "graph": place.type == "cuda", "rows": rows})
+    rows = [result.as_json() for result in results]
+    written = lambda: {"format": FORMAT, "graph": place.type == "cuda", "rows": rows}  # noqa: E731
+    deliver_record(record_path, written, lambda: console.print(table(results)))
     return 0
 
 

@@ -22,12 +22,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dcp_fix import broken, equality
+from dcp_fix.engine.checkpoint import check_folder
+from dcp_fix.engine.config import Config
 from dcp_fix.engine.engine import GIB, Engine, Generation, default_dtype, resolve_device
 from dcp_fix.engine.model import Model
 from dcp_fix.engine.shard import check_dcp, check_tp
 from dcp_fix.engine.sharded import Ops
-from dcp_fix.errors import UserError
-from dcp_fix.evidence import machine, records
+from dcp_fix.errors import DIFFERS, UserError
+from dcp_fix.evidence import records
 from dcp_fix.ranks.group import GroupError, LocalGroup
 from dcp_fix.tiny import corpus
 from dcp_fix.workspace import WorkspaceError
@@ -179,22 +181,23 @@ def main(
     prompts: int = 1, stale: str = "previous", json_path: Path | None = None, tp: int = 4, dcp: int = 4,
     device: str = "cpu", checkpoint: Path | None = None, classes: tuple[str, ...] = CLASSES,
 ) -> int:  # fmt: skip
-    """Run and print the whole ladder, write `json_path` at the end; 0 if the fixes repair it and it was broken, else 1.
+    """Run the whole ladder, write `json_path`, print; 0 if the fixes repair it and it was broken, else 1.
 
     Raises UserError for a damaged checkpoint, sizes that do not divide, a device that is not here, and for `classes`
     of which one is unknown or none climbs every rung.
     """
     from dcp_fix.evidence import ladder_report
 
+    if dcp == 1:
+        raise UserError("a DCP size of 1 is what the ladder compares with: choose another divisor of the TP size")
     check_classes(classes)
     setup = load(checkpoint or corpus.CHECKPOINT, tp, dcp, stale, device)
     with ladder_report.progress() as progress:
         rows = run(setup, prompts, classes, progress=progress)
     ok = repaired(rows, prompts)
-    ladder_report.show(rows, prompts, setup, ok)
-    if json_path:
-        records.record(json_path, machine.command_line(), ladder_report.as_json(rows, prompts, setup, ok))
-    return 0 if ok else 1
+    results = lambda: ladder_report.as_json(rows, prompts, setup, ok)  # noqa: E731
+    records.deliver_record(json_path, results, ladder_report.show, rows, prompts, setup, ok)
+    return 0 if ok else DIFFERS
 
 
 def check_classes(classes: tuple[str, ...]) -> None:
@@ -211,10 +214,21 @@ def check_names(classes: tuple[str, ...]) -> None:
             raise UserError(f"prompt class {name!r} is not one of {', '.join(CLASSES)}")
 
 
+def check_vocabulary(config: Config) -> None:
+    """Raise UserError for a checkpoint that cannot know the words of the prompts."""
+    if config.vocab_size != len(corpus.WORDS):
+        raise UserError(
+            f"the checkpoint has a vocabulary of {config.vocab_size}, the prompts one of {len(corpus.WORDS)}: name a "
+            "checkpoint made by `dcp-fix train`"
+        )
+
+
 def load(checkpoint: Path, tp: int, dcp: int, stale: str, device: str) -> Setup:
     """Check the sizes and the device, then load the model onto it."""
     place = resolve_device(device)
-    model = Model.load(checkpoint, place, default_dtype(place))
-    check_tp(model.config, tp)
+    config = check_folder(Path(checkpoint))
+    check_tp(config, tp)
     check_dcp(tp, dcp)
+    model = Model.load(checkpoint, place, default_dtype(place))
+    check_vocabulary(config)
     return Setup(model, tp, dcp, stale, device)

@@ -30,9 +30,10 @@ from dcp_fix import combine, workspace
 from dcp_fix.engine.engine import default_dtype, resolve_device
 from dcp_fix.engine.model import Model
 from dcp_fix.errors import UserError
-from dcp_fix.evidence import ladder, ladder_report, machine, verify, verify_report
+from dcp_fix.evidence import ladder, ladder_report, verify, verify_report
 from dcp_fix.evidence.costs import combine_time, decode_times, workspace_peak
-from dcp_fix.evidence.records import record, write_json
+from dcp_fix.evidence.output import write_json
+from dcp_fix.evidence.records import deliver_record
 from dcp_fix.evidence.terms import checkpoint_terms, code_terms
 from dcp_fix.ranks import launch
 from dcp_fix.ranks.group import Group, LocalGroup
@@ -106,6 +107,8 @@ def main(plan: Plan, record_path: Path | None = None, part: str | None = None, o
         if part is None:
             raise UserError("multi-gpu starts its ranks itself: run it without torchrun, once per host")
         return launch.rank_process(lambda: as_process(plan, part, out))
+    if plan.device == "cpu" and plan.ranks < 2:
+        raise UserError("--ranks 1 on a CPU leaves no DCP sizes to compare; choose 2, 4 or 8")
     if plan.device == "cuda":
         enough_gpus(plan.ranks, share=False)
     ladder.check_classes(plan.classes)
@@ -118,9 +121,8 @@ def main(plan: Plan, record_path: Path | None = None, part: str | None = None, o
         if status:
             break
         rows += summary(name, ranks, results[name])
-    show(rows)
-    if status == 0 and record_path:
-        record(record_path, machine.command_line(), {"parts": results, "summary": rows})
+    whole = lambda: {"parts": results, "summary": rows}  # noqa: E731
+    deliver_record(record_path if status == 0 else None, whole, show, rows)
     return status or (0 if all(row[-1] for row in rows) else launch.DIFFERS)
 
 

@@ -1,53 +1,62 @@
 """Recorded runs: how a run becomes evidence.
 
-A record is one JSON file that names its hardware, driver, versions, commit and command. It appears whole or not at all.
+A record is one JSON file that names its hardware, driver, versions, commit and command (`Record` is its schema). It
+appears whole or not at all (output.py).
 """
 
-import json
-import os
+from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Annotated, Any
 
-from dcp_fix.errors import UserError
+from pydantic import Field
+
+from dcp_fix.bounded import MIB, read_json
+from dcp_fix.errors import UserError, shown
 from dcp_fix.evidence import machine
+from dcp_fix.evidence.output import deliver, write_json
+from dcp_fix.schema import Schema, allowed, checked
 
 SCHEMA_VERSION = 1
-FIELDS = {
-    "schema_version": int,
-    "created": str,
-    "command": str,
-    "commit": (str, type(None)),
-    "dirty": (bool, type(None)),
-    "hardware": dict,
-    "versions": dict,
-    "results": (dict, list),
-}
-HARDWARE_FIELDS = {"cpu": str, "cores": int, "gpus": list, "driver": (str, type(None))}
-VERSION_FIELDS = {"python": str, "torch": str, "triton": (str, type(None)), "cuda": (str, type(None))}
+LARGEST = 64 * MIB
+Text = Annotated[str, Field(max_length=20_000)]
 
 
-def write_json(path, value) -> None:
-    """Write `value` as JSON so that `path` holds all of it or is left as it was.
+class Hardware(Schema):
+    """What the run happened on; `gpus` by name, in order."""
 
-    Raises ValueError for NaN and infinities, which JSON lacks, and OSError if the folder cannot be written.
-    """
-    path = Path(path)
-    text = json.dumps(value, indent=2, allow_nan=False) + "\n"
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with open(temporary, "w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    finally:
-        temporary.unlink(missing_ok=True)
+    cpu: Text = allowed("the processor's name")
+    cores: int = allowed("a number of cores, from 1", ge=1, le=1 << 20)
+    gpus: list[Text] = allowed("a list of names")
+    driver: Text | None = allowed("a version, or null")
 
 
-def record(path, command: str, results) -> dict:
-    """Write `results` (dict or list) to `path` with hardware, versions, commit and command; returns the record."""
+class Versions(Schema):
+    """What ran."""
+
+    python: Text = allowed("a version")
+    torch: Text = allowed("a version")
+    triton: Text | None = allowed("a version, or null")
+    cuda: Text | None = allowed("a version, or null")
+
+
+class Record(Schema):
+    """One recorded run. `results` is what the command makes of it: an object or a list, never empty."""
+
+    schema_version: int = allowed(f"{SCHEMA_VERSION}, which this dcp_fix reads", ge=SCHEMA_VERSION, le=SCHEMA_VERSION)
+    created: str = allowed("a time such as 2026-11-30T01:02:03+00:00", pattern=r"^\d{4}-\d\d-\d\dT[\d:.]{8,15}\+00:00$")
+    command: Text = allowed("a command line")
+    commit: str | None = allowed("a commit of 40 hexadecimal digits, or null", pattern="^[0-9a-f]{40}$")
+    dirty: bool | None = allowed("true, false or null")
+    hardware: Hardware = allowed("an object")
+    versions: Versions = allowed("an object")
+    results: dict[str, Any] | list[Any] = allowed("an object or a list, not empty", min_length=1)
+
+
+def make_record(command: str, results) -> dict:
+    """A record of `results` (dict or list), made now and here. Raises UserError for results of another kind."""
     sha, dirty = machine.commit()
-    written = {
+    made = {
         "schema_version": SCHEMA_VERSION,
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": command,
@@ -57,38 +66,27 @@ def record(path, command: str, results) -> dict:
         "versions": machine.versions(),
         "results": results,
     }
-    check_record(written, path)
-    write_json(path, written)
-    return written
+    checked(Record, made, "this run's record")
+    return made
+
+
+def record(path, command: str, results) -> dict:
+    """Write `results` to `path` with hardware, versions, commit and command; returns the record."""
+    made = make_record(command, results)
+    write_json(path, made)
+    return made
+
+
+def deliver_record(path, results: Callable[[], dict | list], show: Callable, *values) -> None:
+    """What results() gives as a record in `path`, if there is one, and then what show(*values) prints."""
+    deliver(path, path and make_record(machine.command_line(), results()), show, *values)
 
 
 def load_record(path) -> dict:
     """Read a record and check its schema. Raises UserError, naming the file and what is wrong with it."""
     try:
-        loaded = json.loads(Path(path).read_text(encoding="utf-8"))
+        loaded = read_json(Path(path), LARGEST)
     except FileNotFoundError:
-        raise UserError(f"{path}: no such record") from None
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise UserError(f"{path}: not a whole JSON file ({error}): record the run again") from None
-    check_record(loaded, path)
+        raise UserError(f"{shown(path)}: no such record") from None
+    checked(Record, loaded, shown(path))
     return loaded
-
-
-def check_record(value, path) -> None:
-    """Raise UserError unless `value` has every field of a record, each of its type, in the present schema version."""
-    check_fields(value, FIELDS, path, "")
-    if value["schema_version"] != SCHEMA_VERSION:
-        raise UserError(f"{path}: schema version {value['schema_version']}, this dcp_fix reads {SCHEMA_VERSION}")
-    check_fields(value["hardware"], HARDWARE_FIELDS, path, "hardware.")
-    check_fields(value["versions"], VERSION_FIELDS, path, "versions.")
-
-
-def check_fields(value, fields: dict, path, prefix: str) -> None:
-    """Raise UserError naming the first of `fields` that is absent from the dict `value` or of another type."""
-    if not isinstance(value, dict):
-        raise UserError(f"{path}: {prefix or 'the file '}holds {type(value).__name__}, not an object: not a record")
-    for name, kind in fields.items():
-        if name not in value:
-            raise UserError(f"{path}: no field {prefix}{name}: not a record, or one that was cut short")
-        if not isinstance(value[name], kind) or (kind is int and isinstance(value[name], bool)):
-            raise UserError(f"{path}: field {prefix}{name} is {value[name]!r}, of the wrong type")

@@ -33,7 +33,7 @@ from dcp_fix.errors import UserError
 from dcp_fix.evidence import forced as forced_pass
 from dcp_fix.evidence import ladder_report, machine, verify_report
 from dcp_fix.evidence.free_run import Row, Run, Traced, answers, compare
-from dcp_fix.evidence.records import record
+from dcp_fix.evidence.records import deliver_record
 from dcp_fix.evidence.verify_settings import CLASSES, Settings, listed
 from dcp_fix.evidence.witness import Witness
 from dcp_fix.ranks import launch
@@ -174,9 +174,7 @@ def as_process(settings: Settings, timeout: float = TIMEOUT_S) -> tuple[Report, 
 
 
 def finish(whole: Report, rank: int, record_path: Path | None) -> int:
-    """Rank 0 prints and records; the exit status is the same on all."""
+    """Rank 0 records and prints; the exit status is the same on all."""
     if rank == 0:
-        verify_report.show(whole)
-        if record_path:
-            record(record_path, machine.command_line(), verify_report.as_json(whole))
+        deliver_record(record_path, lambda: verify_report.as_json(whole), verify_report.show, whole)
     return 0 if whole.ok else launch.DIFFERS

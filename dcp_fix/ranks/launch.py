@@ -1,7 +1,8 @@
 """Start a command once per rank on this host, as torchrun does, and leave no process behind.
 
 The ranks find what torchrun would tell them in the environment. The store that they meet in lives in this process, so
-that it outlives any rank. The first rank that ends badly is named in the store: the others learn of it at once
+that it outlives any rank; it listens on the loopback interface alone, and its keys begin with a token that only the
+ranks are told. The first rank that ends badly is named in the store: the others learn of it at once
 (watch.py) and have STOP_S to leave, then they are killed. An interrupt, or the end of this process, ends them all;
 where this process is killed outright they notice that the store is gone.
 
@@ -9,48 +10,56 @@ It does not: span hosts (use torchrun), restart ranks, or choose which GPU a ran
 """
 
 import os
+import secrets
 import signal
+import socket
 import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 
 import torch.distributed as dist
 
-from dcp_fix.errors import UserError
+from dcp_fix.errors import DIFFERS, FAULT, UserError, shown_lines
+from dcp_fix.process import status_of, stoppable
 from dcp_fix.ranks.group import GroupError
-from dcp_fix.ranks.place import prefix
+from dcp_fix.ranks.place import TOKEN, prefix
 from dcp_fix.ranks.watch import GRACE_S, STOPPED, known_failure, report_failure
 
 HOST = "127.0.0.1"
 STOP_S = GRACE_S + 5.0  # how long the other ranks may take to leave after one has failed
 KILL_S = 2.0  # between asking a rank to end and killing it
 LOOK_S = 0.02  # between two looks at the ranks
-DIFFERS = 1  # an exit status that is a result: the ranks did their work and found a difference
-RANK_DIFFERS = 4  # how a rank tells its launcher so: Python itself ends with 1 when it cannot even import
-FAULT = 70  # exit status of a rank that raised what nobody expected
-INTERRUPTED = 128 + signal.SIGINT
+RANK_DIFFERS = 4  # how a rank tells its launcher DIFFERS: Python itself ends with 1 when it cannot even import
 
 
 def launch(command: list[str], procs: int) -> int:
     """Run `command` as ranks 0 .. procs - 1 and wait for all; 0, or the exit status of the first one that failed."""
-    server = dist.TCPStore(HOST, 0, is_master=True, wait_for_workers=False)
-    store, ranks = dist.PrefixStore(prefix(), server), []
+    token, server = secrets.token_hex(16), loopback_store()
+    store, ranks = dist.PrefixStore(prefix(token), server), []
     try:
-        with termination_interrupts():
+        with stoppable():
             for rank in range(procs):
-                ranks.append(start(command, rank, procs, server.port))
+                ranks.append(start(command, rank, procs, server.port, token))
             status = wait(ranks, store)
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as stop_asked:
         print("interrupted: stopping the ranks", file=sys.stderr)
-        return INTERRUPTED
+        return status_of(stop_asked)
     finally:
         stop(ranks)
     if status not in (0, DIFFERS):
-        print(f"error: {known_failure(store)}", file=sys.stderr)
+        print(f"error: {shown_lines(known_failure(store))}", file=sys.stderr)
     return status
+
+
+def loopback_store() -> dist.TCPStore:
+    """A store that no other host can reach: left to itself, torch's listens on every interface."""
+    listener = socket.socket()
+    listener.bind((HOST, 0))
+    listener.listen(socket.SOMAXCONN)
+    port = listener.getsockname()[1]
+    return dist.TCPStore(HOST, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
 
 
 def rank_process(main: Callable[[], int]) -> int:
@@ -64,23 +73,23 @@ def rank_process(main: Callable[[], int]) -> int:
     except UserError:
         raise
     except GroupError as error:
-        print(f"rank {os.environ['RANK']} stops: {error}", file=sys.stderr)
+        print(f"rank {os.environ['RANK']} stops: {shown_lines(error)}", file=sys.stderr)
         status = STOPPED
-    except KeyboardInterrupt:
-        status = INTERRUPTED
+    except KeyboardInterrupt as stop_asked:
+        status = status_of(stop_asked)
     except BaseException:  # noqa: BLE001 - printed, and the process ends
-        traceback.print_exc()
+        print(shown_lines(traceback.format_exc()), file=sys.stderr)
         status = FAULT
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)
 
 
-def start(command: list[str], rank: int, procs: int, port: int) -> subprocess.Popen:
+def start(command: list[str], rank: int, procs: int, port: int, token: str) -> subprocess.Popen:
     """One rank. In a session of its own, so that an interrupt from the terminal reaches the launcher alone."""
     told = {
         "RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": procs, "LOCAL_WORLD_SIZE": procs,
-        "MASTER_ADDR": HOST, "MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": True,
+        "MASTER_ADDR": HOST, "MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": True, TOKEN: token,
     }  # fmt: skip
     environment = {"GLOO_SOCKET_IFNAME": "lo"} | os.environ | {name: str(value) for name, value in told.items()}
     return subprocess.Popen(command, env=environment, stdin=subprocess.DEVNULL, start_new_session=True)
@@ -125,18 +134,3 @@ def stop(ranks: list[subprocess.Popen]) -> None:
         deadline = time.monotonic() + KILL_S
         while running(left) and time.monotonic() < deadline:
             time.sleep(LOOK_S)
-
-
-@contextmanager
-def termination_interrupts() -> Iterator[None]:
-    """While inside, SIGTERM and SIGHUP end this process as Ctrl-C does, ranks and all."""
-
-    def interrupt(number, frame):
-        raise KeyboardInterrupt
-
-    before = {number: signal.signal(number, interrupt) for number in (signal.SIGTERM, signal.SIGHUP)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

@@ -3,6 +3,9 @@
 The environment is torchrun's: RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT. Host and port
 are those of a TCP store, which the launcher keeps (torchrun's agent, or launch.py) and else rank 0.
 
+Under launch.py the store answers on this host alone. Between hosts it must answer on the network, as gloo and NCCL do,
+and asks nobody who they are: whoever reaches its port can end the run or read what the ranks tell each other.
+
 Ranks that were started with different settings, sources or checkpoints would compute something else, or wait for each
 other in different collectives. So everyone writes its terms into the store before the first collective, reads those of
 all, and comes to the same verdict: which rank differs, and in what.
@@ -12,20 +15,24 @@ It does not: move tensors (torch_group.py), or notice what happens afterwards (w
 
 import json
 import os
+import re
 from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 
-from dcp_fix.errors import UserError
+from dcp_fix.errors import UserError, shown
 from dcp_fix.ranks.group import GroupError
 from dcp_fix.ranks.watch import wait_for_all
 
 CONNECT_S = 30.0  # how long a rank looks for the store
 START_S = 120.0  # how long a rank waits for the others to start
 LEAVE_S = 10.0  # how long rank 0, if it keeps the store, waits for the others to leave
-VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+TOKEN = "DCP_FIX_TOKEN"  # what the keys of a run begin with that launch.py started
+VARIABLES = {  # torchrun's, and how large each may be, which is as many digits
+    "RANK": 6, "WORLD_SIZE": 6, "LOCAL_RANK": 6, "LOCAL_WORLD_SIZE": 6, "MASTER_ADDR": None, "MASTER_PORT": 5,
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -41,12 +48,25 @@ class Place:
 
     @classmethod
     def from_environment(cls) -> "Place":
-        """Raises UserError naming the variables that are missing."""
+        """Raises UserError naming the variables that are missing, no number, or do not go together."""
         missing = [name for name in VARIABLES if name not in os.environ]
         if missing:
             raise UserError(f"{', '.join(missing)} not set: start the ranks with torchrun, or with --procs")
-        rank, size, local_rank, local_size, host, port = (os.environ[name] for name in VARIABLES)
-        return cls(int(rank), int(size), int(local_rank), int(local_size), host, int(port))
+        place = cls(*(number(name) if digits else os.environ[name] for name, digits in VARIABLES.items()))
+        for name, value, low, high in (
+            ("WORLD_SIZE", place.size, 1, 1 << 16),
+            ("RANK", place.rank, 0, place.size - 1),
+            ("LOCAL_WORLD_SIZE", place.local_size, 1, place.size),
+            ("LOCAL_RANK", place.local_rank, 0, place.local_size - 1),
+            ("MASTER_PORT", place.port, 1, 65535),
+        ):
+            if not low <= value <= high:
+                raise UserError(
+                    f"{name} is {value}; allowed: {low} .. {high}. Start the ranks with torchrun, or --procs"
+                )
+        if not re.fullmatch(r"[\w.:%-]{1,253}", place.host):
+            raise UserError(f"MASTER_ADDR is {shown(place.host)!r}; allowed: the name or address of a host")
+        return place
 
     @property
     def keeps_store(self) -> bool:
@@ -58,6 +78,14 @@ class Place:
         if torch.device(name).type != "cuda":
             return torch.device(name)
         return torch.device("cuda", self.local_rank % enough_gpus(self.local_size, share_gpus))
+
+
+def number(name: str) -> int:
+    """The number that a variable of the environment holds. Raises UserError for anything else."""
+    text = os.environ[name]
+    if not re.fullmatch(f"[0-9]{{1,{VARIABLES[name]}}}", text):
+        raise UserError(f"{name} is {shown(text)!r}; allowed: a number. Start the ranks with torchrun, or with --procs")
+    return int(text)
 
 
 def inside() -> bool:
@@ -87,9 +115,11 @@ def connect(place: Place, serve: bool = False) -> dist.Store:
     return dist.PrefixStore(prefix(), store)
 
 
-def prefix() -> str:
+def prefix(token: str | None = None) -> str:
     """What the keys of one run, and of one attempt at it, begin with."""
-    return f"dcp_fix/{os.environ.get('TORCHELASTIC_RUN_ID', '')}/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+    token = os.environ.get(TOKEN, "") if token is None else token
+    run, attempt = os.environ.get("TORCHELASTIC_RUN_ID", ""), os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    return f"dcp_fix/{token}/{run}/{attempt}"
 
 
 def agree(store: dist.Store, place: Place, terms: dict) -> None:

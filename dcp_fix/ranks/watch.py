@@ -23,6 +23,7 @@ import sys
 import threading
 import time
 
+from dcp_fix.errors import shown_lines
 from dcp_fix.ranks.group import GroupError
 
 BEAT_S = 0.25  # between two looks
@@ -194,5 +195,5 @@ def wait_for_all(store, name: str, size: int, timeout: float) -> list[str]:
 
 def end(rank: int, reason: str) -> None:
     """End this process now, whatever its main thread is waiting for."""
-    print(f"rank {rank} is ended: {reason}", file=sys.stderr, flush=True)
+    print(f"rank {rank} is ended: {shown_lines(reason)}", file=sys.stderr, flush=True)
     os._exit(STOPPED)

@@ -20,49 +20,30 @@ Everything is drawn from a seed. Texts are lists of token ids; one word is one t
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from random import Random
 from typing import NamedTuple
 
-KEYS = (
-    "oak copper silver iron brass golden bronze glass ivory amber pearl coral cedar maple walnut willow birch pine "
-    "elm ash steel tin lead zinc nickel cobalt jade ruby topaz opal onyx quartz flint marble granite slate clay chalk "
-    "bone horn shell feather velvet satin linen cotton wool leather paper wax candle lantern arrow anchor compass "
-    "crooked tiny heavy rusty polished carved painted broken hollow"
-).split()
-PLACES = (
-    "vault school harbour market tower mill chapel library stable bakery forge museum theatre hospital station prison "
-    "palace cottage castle barn brewery abbey garden bridge lighthouse windmill orchard quarry mine tavern hotel "
-    "office studio factory workshop warehouse archive bank court embassy college nursery kennel greenhouse boathouse "
-    "clubhouse treasury mint armoury granary dairy cannery tannery pottery foundry laundry pharmacy cinema arcade "
-    "pavilion gallery observatory depot shipyard"
-).split()
-COLOURS = (
-    "red blue green yellow white black purple orange pink brown grey scarlet crimson indigo violet turquoise teal "
-    "maroon olive beige lilac mauve azure tan"
-).split()
-ROOMS = (
-    "cellar attic kitchen pantry hall parlour bedroom bathroom nursery study lounge balcony terrace courtyard "
-    "corridor stairwell wardrobe larder scullery loft basement landing porch veranda conservatory dungeon crypt "
-    "cloister refectory dormitory chamber alcove"
-).split()
-NOUNS = (
-    "river wind town boat cloud horse farmer sailor child road field bird letter storm shadow baker teacher train "
-    "engine winter summer forest mountain village hunter singer painter doctor merchant stranger island valley"
-).split()
-ADJECTIVES = (
-    "quiet old young small large bright dark cold warm slow quick gentle wild lonely happy tired clever brave pale "
-    "early late distant"
-).split()
-VERBS = (
-    "moved turned waited slept sang walked danced rested wandered listened laughed vanished returned paused stood "
-    "drifted"
-).split()
-PREPOSITIONS = "over under near past beside behind through around".split()
-TIMES = "morning evening night spring autumn afternoon twilight rain".split()
-FRAME = "<s> <end> . : ? the key opens lock of door in what does open answer log".split()
+from dcp_fix.tiny.words import (
+    ADJECTIVES,
+    BOS,
+    COLOURS,
+    END,
+    ID,
+    KEYS,
+    NOUNS,
+    PLACES,
+    PREPOSITIONS,
+    ROOMS,
+    TIMES,
+    VERBS,
+    WORDS,
+    decode,
+    encode,
+)
+
+__all__ = ["BOS", "COLOURS", "END", "ID", "KEYS", "PLACES", "ROOMS", "WORDS", "decode", "encode"]  # of words.py
 
 FILLER = tuple(  # one pattern for every length from 5 to 12 tokens, so that a text can be made to end anywhere
     line.split()
@@ -87,20 +68,6 @@ CLASSES = {"512": (512, 12), "1536": (1536, 16), "1024+1536": (2560, 16), "8192"
 CACHED = {"1024+1536": 1024}  # tokens of the prompt that an earlier request has left in the prefix cache
 HELD_OUT = 8  # one pair of key and place in eight is never seen in training
 CHECKPOINT = Path(__file__).with_name("checkpoint")
-
-
-def vocabulary() -> list[str]:
-    """All words by token id, padded to a multiple of 64 so that the vocabulary divides over eight ranks."""
-    words = list(
-        dict.fromkeys(FRAME + KEYS + PLACES + COLOURS + ROOMS + NOUNS + ADJECTIVES + VERBS + PREPOSITIONS + TIMES)
-    )
-    return words + [f"<unused{i}>" for i in range(-len(words) % 64)]
-
-
-WORDS = tuple(vocabulary())
-ID = {word: i for i, word in enumerate(WORDS)}
-BOS, END = ID["<s>"], ID["<end>"]
-WORD_IDS = [i for word, i in ID.items() if word not in FRAME and not word.startswith("<")]
 
 
 class Fact(NamedTuple):
@@ -136,19 +103,6 @@ class Prompt:
     def text(self) -> str:
         """The prompt in words."""
         return decode(self.ids)
-
-
-def encode(words: list[str]) -> list[int]:
-    """Words to token ids. Raises `KeyError` for a word that the world does not have."""
-    return [ID[word] for word in words]
-
-
-def decode(ids: list[int]) -> str:
-    """Token ids to text, the end token included, words apart by single spaces.
-
-    An id that the world does not have, as a sampler may return for logits of NaN, is shown as a number: `<320>`.
-    """
-    return " ".join(WORDS[i] if 0 <= i < len(WORDS) else f"<{i}>" for i in ids)
 
 
 def draw_facts(rng: Random, count: int, held_out: bool = False) -> list[Fact]:
@@ -205,78 +159,6 @@ def prompts(name: str, count: int, seed: int = 0) -> list[Prompt]:
         raise ValueError(f"prompt class {name!r}; choose from {', '.join(CLASSES)}")
     tokens, facts = CLASSES[name]
     return [prompt(Random(f"prompt {name} {seed} {i}"), tokens, facts) for i in range(count)]
-
-
-def lesson(rng: Random, tokens: int, count: int) -> tuple[list[int], list[float]]:
-    """A training text of `tokens` tokens over `count` facts: context, then answered questions, up to eight of them.
-
-    Three texts in ten go on with filler, so that a position tells nothing about whether an answer ends there. Returns
-    the ids and how much each counts as a target: looked-up words and the end 6, the key 3, the rest of an answer 1, all
-    else 0.3.
-    """
-    facts = draw_facts(rng, count)
-    room = tokens - 1 - 2 * SHORTEST - sum(len(fact.words()) for fact in facts)
-    tail, weights = [], []
-    for fact in rng.sample(facts, rng.randint(1, min(count, 8, room // QUESTION_TOKENS))):
-        marks = {fact.key: 3.0, fact.place: 6.0, fact.colour: 6.0, fact.room: 6.0, "<end>": 6.0}
-        answer = [*fact.words(), "<end>"]
-        tail += fact.question() + answer
-        weights += [0.3] * len(fact.question()) + [marks.get(word, 1.0) for word in answer]
-    spare = room + SHORTEST - len(tail)
-    after = filler(rng, rng.randint(SHORTEST, spare)) if rng.random() < 0.3 else []
-    tail += [word for line in after for word in line]
-    before = tokens - len(tail)
-    return encode(context(rng, facts, before) + tail), ([0.3] * before + weights + [0.3] * tokens)[:tokens]
-
-
-def repeats(rng: Random, tokens: int) -> tuple[list[int], list[float]]:
-    """Random words over and over, with a period that differs from text to text: what followed this word before?"""
-    words = rng.sample(WORD_IDS, rng.randint(4, min(tokens // 2, 60)))
-    return _cycled(words, len(words), [3.0], tokens)
-
-
-def strided(rng: Random, tokens: int) -> tuple[list[int], list[float]]:
-    """The same with 0 to 3 fixed words after every word: what followed this word, the separators aside?"""
-    separators = rng.choices(range(len(FRAME)), k=rng.randint(0, 3))
-    stride = 1 + len(separators)
-    words = rng.sample(WORD_IDS, rng.randint(4, min(tokens // (2 * stride), 60)))
-    return _cycled(
-        [i for word in words for i in (word, *separators)], len(words) * stride, [3.0] + [0.1] * len(separators), tokens
-    )
-
-
-def pairs(rng: Random, tokens: int) -> tuple[list[int], list[float]]:
-    """Pairs "X sep sep Y sep sep", said again in ever new orders: which Y belongs to this X?"""
-    separators = rng.choices(range(len(FRAME)), k=rng.randint(0, 3))
-    length = 2 * (1 + len(separators))
-    words = rng.sample(WORD_IDS, 2 * rng.randint(2, max(2, min(tokens // (2 * length), 24))))
-    known = [[x, *separators, y, *separators] for x, y in zip(words[0::2], words[1::2], strict=True)]
-    ids = [BOS, *(i for pair in known for i in pair)]
-    weights = [0.1] * len(ids)
-    while len(ids) < tokens:
-        ids += [i for pair in rng.sample(known, len(known)) for i in pair]
-        weights += ([0.1] * (length // 2) + [3.0] + [0.1] * len(separators)) * len(known)
-    return ids[:tokens], weights[:tokens]
-
-
-def _cycled(ids: list[int], period: int, marks: list[float], tokens: int) -> tuple[list[int], list[float]]:
-    """A begin token, then `ids` over and over; from the second time on a token counts as its place in `marks` says."""
-    turns = -(-tokens // period)
-    weights = [0.1] * (1 + period) + marks * (period // len(marks) * turns)
-    return ([BOS] + ids * turns)[:tokens], weights[:tokens]
-
-
-def texts(seed: str, kind: str, tokens: int, facts: tuple[int, int]) -> Iterator[tuple[list[int], list[float]]]:
-    """An endless stream of training texts of one kind: `repeats`, `strided`, `pairs` or `facts` (with 8 % pairs among
-    them).
-    """
-    rng = Random(f"train {seed}")
-    drills = {"repeats": repeats, "strided": strided, "pairs": pairs, "facts": pairs}
-    while True:
-        if kind == "facts" and rng.random() > 0.08:
-            yield lesson(rng, tokens, rng.randint(*facts))
-        else:
-            yield drills[kind](rng, tokens)
 
 
 def save_tokenizer(folder: Path) -> None:

@@ -29,7 +29,7 @@ from dcp_fix import equality
 from dcp_fix.errors import UserError
 from dcp_fix.evidence import ladder, machine, records
 from dcp_fix.evidence.terms import checkpoint_terms
-from dcp_fix.ranks.launch import INTERRUPTED, termination_interrupts
+from dcp_fix.process import printed, status_of, stoppable
 from dcp_fix.tiny import corpus
 from dcp_fix.vllm import boot_log, preflight, put_back, questions, supervise
 
@@ -385,16 +385,16 @@ def main(settings: Settings, json_path: Path | None = None, resume: Path | None 
         reference_of(climbed.rows)
     folder = logs_folder(settings, json_path)
     try:
-        with termination_interrupts():
+        with stoppable():
             for rung in wanted:
                 if rung.name not in climbed.boots:
                     climbed.add(rung, asked, folder, report)
                 if json_path:
                     records.record(json_path, machine.command_line(), report.as_json(climbed))
-    except KeyboardInterrupt:
+    except KeyboardInterrupt as stop:
         print(f"interrupted: vLLM is stopped, its logs are in {folder}", file=sys.stderr)
-        return INTERRUPTED
-    report.show(climbed)
+        return status_of(stop)
+    printed(report.show, climbed)
     return 0 if climbed.ok else 1
 
 

@@ -14,7 +14,6 @@ from dcp_fix.errors import UserError
 from dcp_fix.ranks.group import LocalGroup, SingleGroup
 from tests.checkpoints import random_checkpoint, random_tokens
 
-pytestmark = pytest.mark.timeout(120)
 PROMPTS = [random_tokens(37, seed=1), random_tokens(150, seed=2), random_tokens(150, seed=2) + random_tokens(9, seed=3)]
 STEPS = 6
 

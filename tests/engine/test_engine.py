@@ -28,8 +28,6 @@ DENSE, SPARSE = 37, 150  # prompt lengths on both sides of index_topk = 64
 STEPS = 6
 OTHER = random_tokens(60, seed=999)  # the request that leaves its rows behind
 
-pytestmark = pytest.mark.timeout(120)
-
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
@@ -325,9 +323,11 @@ def test_shards_add_up(model):
 
 def test_it_stops_at_the_end_token(model, at_dcp1, prompt):
     end = at_dcp1.tokens[2]
-    stops = Model(replace(model.config, eos_token_id=end), model.weights)
-    got = answer(stops, prompt)
-    assert got.tokens == at_dcp1.tokens[: at_dcp1.tokens.index(end) + 1]
+    unsaid = next(token for token in range(97) if token not in at_dcp1.tokens)
+    for ends in (end, (unsaid, end)):
+        stops = Model(replace(model.config, eos_token_id=ends), model.weights)
+        got = answer(stops, prompt)
+        assert got.tokens == at_dcp1.tokens[: at_dcp1.tokens.index(end) + 1]
     assert len(got.logits) == len(got.tokens) == len(got.margins) == len(got.digests)
 
 
@@ -371,6 +371,19 @@ def engine(model, **options):
 def test_bad_options_are_refused_at_the_door(model, options, message):
     with pytest.raises(ValueError, match=message):
         engine(model, **options)
+
+
+@pytest.mark.parametrize("name, width", [("kv_lora_rank", 512), ("qk_rope_head_dim", 64), ("index_head_dim", 128)])
+def test_a_model_whose_keys_do_not_fit_the_cache_is_refused(model, name, width):
+    with pytest.raises(UserError, match=f"{name} is 32; allowed: {width}"):
+        engine(Narrow(model, name))
+
+
+class Narrow(Model):
+    """The model, with one width of its config changed."""
+
+    def __init__(self, model, name):
+        self.config, self.weights, self.layers = replace(model.config, **{name: 32}), model.weights, model.layers
 
 
 def test_a_tp_size_that_does_not_divide_the_heads(model):

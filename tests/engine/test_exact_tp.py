@@ -14,7 +14,6 @@ from dcp_fix.errors import UserError
 from dcp_fix.ranks.group import LocalGroup, SingleGroup
 from tests.checkpoints import random_checkpoint, random_tokens
 
-pytestmark = pytest.mark.timeout(120)
 PROMPTS = [random_tokens(count, seed=count) for count in (30, 150)]  # index_topk is 64: dense, sparse
 SHAPES = [(1, 1), (2, 2), (4, 1), (4, 4), (8, 2), (8, 8)]
 

@@ -12,7 +12,6 @@ from dcp_fix.evidence import bench
 from dcp_fix.evidence.bench import Size, measure
 from dcp_fix.evidence.records import load_record
 
-pytestmark = pytest.mark.timeout(60)
 CPU = torch.device("cpu")
 SMALL = {"tokens": 3, "context": 200, "heads": 4, "topk": 40, "dcp": 4}
 HEADS = 16  # of the group

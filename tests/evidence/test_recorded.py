@@ -21,7 +21,6 @@ from dcp_fix.evidence.terms import checkpoint_terms
 from dcp_fix.tiny import corpus
 from tests.norm_rope_cases import CASES
 
-pytestmark = pytest.mark.timeout(120)
 ROOT = Path(__file__).resolve().parents[2]
 RECORDS = recorded.load_all(ROOT / "notebooks/records")
 MISSED = 0.1  # share of a class's prompts that the checkpoint may answer wrongly, at every DCP size alike

@@ -9,7 +9,6 @@ import torch
 from dcp_fix.equality import same_bytes
 from dcp_fix.ranks.group import Group, GroupError, LocalGroup, SingleGroup, ordered_sum
 
-pytestmark = pytest.mark.timeout(30)
 SIZES = [1, 2, 3, 4, 8]
 
 

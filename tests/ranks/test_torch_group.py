@@ -23,7 +23,6 @@ from tests.checkpoints import random_checkpoint, random_tokens
 from tests.processes import run_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
-pytestmark = pytest.mark.timeout(200)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.uint8, torch.float8_e4m3fn, torch.bool)
 
 

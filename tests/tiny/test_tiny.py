@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from dcp_fix.engine.model import Model, PlainAttention
-from dcp_fix.tiny import corpus, train
+from dcp_fix.tiny import corpus, lessons, train
 
 
 @pytest.fixture(scope="module")
@@ -52,8 +52,8 @@ def facts_in(ids):
 
 
 def test_training_never_shows_a_held_out_pair_and_prompts_ask_for_nothing_else():
-    lessons = itertools.islice(corpus.texts("0", "facts", 512, (2, 20)), 100)
-    shown = [fact for ids, _ in lessons for fact in facts_in(ids)]
+    taught = itertools.islice(lessons.texts("0", "facts", 512, (2, 20)), 100)
+    shown = [fact for ids, _ in taught for fact in facts_in(ids)]
     assert len(shown) > 300 and not any(fact.held_out for fact in shown)
     asked = [next(facts_in(prompt.answer)) for prompt in corpus.prompts("512", 20)]
     assert all(fact.held_out for fact in asked)
@@ -62,7 +62,7 @@ def test_training_never_shows_a_held_out_pair_and_prompts_ask_for_nothing_else()
 @pytest.mark.parametrize("stage", train.STAGES, ids=lambda s: f"{s.kind}-{max(s.lengths)}")
 def test_training_texts_have_their_length_and_mark_targets(stage):
     for length in stage.lengths:
-        for ids, weights in itertools.islice(corpus.texts("1", stage.kind, length, stage.facts), 30):
+        for ids, weights in itertools.islice(lessons.texts("1", stage.kind, length, stage.facts), 30):
             assert len(ids) == len(weights) == length
             assert max(weights) >= 3.0 and ids[0] == corpus.BOS
 
@@ -114,7 +114,14 @@ def test_greedy_choice_has_a_margin_that_rounding_cannot_cross(model):
 
 def small_trainer(monkeypatch):
     small = {"hidden_size": 32, "kv_lora_rank": 32, "q_lora_rank": 32, "num_attention_heads": 2, "v_head_dim": 16}
-    small |= {"qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "index_n_heads": 2, "index_head_dim": 32}
+    small |= {
+        "qk_nope_head_dim": 16,
+        "qk_rope_head_dim": 16,
+        "qk_head_dim": 32,
+        "num_key_value_heads": 2,
+        "index_n_heads": 2,
+        "index_head_dim": 32,
+    }
     monkeypatch.setattr(train, "GEOMETRY", train.GEOMETRY | small | {"index_topk": 24})
     return train.Trainer(0, "cpu", batch_tokens=576, rate=3e-3)
 

@@ -1,0 +1,138 @@
+"""`make mutants`: put a defect into the sources, one at a time, and see a test go red.
+
+    python -m tests.mutants                 every one
+    python -m tests.mutants blocks exact    those whose file or change holds one of these words
+
+The report, tests/figures/mutants.json, holds the last outcome of each.
+
+A mutant is (file, what stands there, what is put there, the tests that must notice). Each runs in a copy of this
+checkout, in a process forked from one that has imported torch, and dies when a test fails; it lives when all pass, and
+has "moved" when its text is no longer there exactly once. A defect is let loose on this machine: the tests must be safe
+to run with it, above all as root. Before that, the tests must pass without any mutant.
+"""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from tests.mutant_list import MUTANTS
+
+ROOT = Path(__file__).resolve().parent.parent
+REPORT = ROOT / "tests" / "figures" / "mutants.json"
+HARNESS = 99  # exit status of a child in which not the tests failed
+LIMIT_S = 900.0  # of one mutant: who hangs has been noticed
+
+
+def main(words: list[str]) -> int:
+    """Run the mutants, print a line for each, write the report; 1 if one lives or has moved."""
+    chosen = [m for m in MUTANTS if not words or any(word in " ".join(m[:3]) for word in words)]
+    with tempfile.TemporaryDirectory() as folder:
+        tree = copied(Path(folder) / "tree")
+        preload()
+        rows, healthy = [], {}
+        for mutant in chosen:
+            tests = mutant[3]
+            if tests not in healthy:
+                healthy[tests] = outcome(tree, tests) == "lives"
+                print(f"{'pass' if healthy[tests] else 'FAIL'} without a mutant: {tests}", flush=True)
+            rows += [run(tree, *mutant)] if healthy[tests] else []
+            report(rows)
+    return 0 if len(rows) == len(chosen) and all(row["outcome"] == "killed" for row in rows) else 1
+
+
+def report(rows: list[dict]) -> None:
+    """Put these outcomes into the report, beside those of the other mutants of the present list."""
+    known = json.loads(REPORT.read_text())["rows"] if REPORT.exists() else []
+    last = {(row["file"], row["old"], row["new"], row["tests"]): row["outcome"] for row in known + rows}
+    tried = [(*mutant, last[mutant]) for mutant in MUTANTS if mutant in last]
+    names = ("file", "old", "new", "tests", "outcome")
+    REPORT.parent.mkdir(exist_ok=True)
+    REPORT.write_text(json.dumps({"rows": [dict(zip(names, row, strict=True)) for row in tried]}, indent=1) + "\n")
+
+
+def copied(tree: Path) -> Path:
+    """The files of this checkout that git knows, or would."""
+    listed = subprocess.run(
+        ["git", "-C", ROOT, "ls-files", "-z", "--cached", "--others", "--exclude-standard"],
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    for name in filter(None, listed.stdout.split("\0")):
+        if (ROOT / name).is_file():
+            (tree / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, tree / name)
+    return tree
+
+
+def preload() -> None:
+    """What every test needs and no mutant changes."""
+    import hypothesis  # noqa: F401
+    import pytest  # noqa: F401
+    import safetensors.torch  # noqa: F401
+    import torch
+
+    torch.set_num_threads(1)
+
+
+def run(tree: Path, file: str, old: str, new: str, tests: str) -> dict:
+    """One mutant."""
+    path, began = tree / file, time.monotonic()
+    sound = path.read_text()
+    result = "moved"
+    if sound.count(old) == 1:
+        path.write_text(sound.replace(old, new))
+        result = outcome(tree, tests)
+        path.write_text(sound)
+    print(f"{result:7} {time.monotonic() - began:5.0f} s  {file}: {old.strip()!r} -> {new.strip()!r}", flush=True)
+    return {"outcome": result, "file": file, "old": old, "new": new, "tests": tests}
+
+
+def outcome(tree: Path, tests: str) -> str:
+    """Whether the tests, words of a pytest command, notice: killed, lives or hangs."""
+    child = os.fork()
+    if child == 0:
+        try:
+            os.setpgid(0, 0)
+            os._exit(in_child(tree, tests))
+        finally:
+            os._exit(HARNESS)  # whatever it was: a child must not go on as its parent
+    deadline = time.monotonic() + LIMIT_S
+    while time.monotonic() < deadline:
+        done, status = os.waitpid(child, os.WNOHANG)
+        if done:
+            return {0: "lives", HARNESS: "untried"}.get(os.waitstatus_to_exitcode(status), "killed")
+        time.sleep(0.05)
+    os.killpg(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    return "hangs"
+
+
+def in_child(tree: Path, tests: str) -> int:
+    """Pytest over the copy, its output thrown away."""
+    import pytest
+
+    nowhere = os.open(os.devnull, os.O_RDWR)
+    for number in (0, 1, 2):
+        os.dup2(nowhere, number)
+    os.chdir(tree)
+    os.environ |= {"PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"}
+    sys.path[:] = [str(tree), *(p for p in sys.path if p not in ("", str(ROOT)))]
+    for name in [name for name in sys.modules if name.split(".")[0] in ("tests", "dcp_fix")]:
+        del sys.modules[name]
+    sys.dont_write_bytecode = True
+    return int(pytest.main(["-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", *words(tests)]))
+
+
+def words(tests: str) -> list[str]:
+    """Files, and after -k one expression."""
+    files, _, expression = tests.partition(" -k ")
+    return files.split() + (["-k", expression] if expression else [])
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
