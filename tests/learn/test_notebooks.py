@@ -30,7 +30,6 @@ EXERCISES = {"90_exercises": 8, "91_kernels_and_cases": 5}  # how many
 BEATS = ("Predict", "Reproduce", "Look inside", "Fix", "Verify")
 PRESENT = [path.stem for path in regenerate.notebooks()]  # a missing one is one red test, not twenty
 STAGED = [name for name in PRESENT if re.match("0[2-6]_", name)]
-ELSEWHERE = ["08_real_vllm"]  # about another program, with records and speaker's notes of its own
 LARGEST = 600_000  # bytes of one notebook
 
 
@@ -147,7 +146,7 @@ def test_every_cell_has_its_place_in_the_slides_and_only_the_speaker_has_notes(n
     kinds = [cell.metadata.get("slideshow", {}).get("slide_type") for cell in read(name).cells]
     assert kinds[0] == "slide" and set(kinds) <= {"slide", "subslide", "fragment", "skip", "notes", "-"}
     notes = slides.speaker_notes((FOLDER / "FACILITATOR.md").read_text())
-    assert ("notes" in kinds) == (name in ELSEWHERE) != (name in notes)
+    assert "notes" not in kinds and name in notes
     assert set(notes) <= set(NAMES)
 
 
@@ -163,7 +162,7 @@ def test_a_note_follows_its_heading_and_a_heading_that_is_gone_is_named():
         slides.with_notes(page, {"Step 2": "gone"})
 
 
-@pytest.mark.parametrize("name", [name for name in PRESENT if name not in ELSEWHERE])
+@pytest.mark.parametrize("name", PRESENT)
 def test_no_cell_hides_its_meaning_in_an_anonymous_function(name):
     """A name says what a step does. A lambda may stand where it is the whole argument and holds no other one."""
     cells = [cell.source for cell in code_cells(read(name))]
