@@ -1,6 +1,6 @@
 """What the ladder in real vLLM prints and records: progress while it boots, a row per rung and class, a verdict.
 
-It does not: boot anything or judge an answer (real_ladder.py).
+It does not: boot anything or judge an answer (real_boot.py, real_rows.py).
 """
 
 import sys
@@ -14,7 +14,7 @@ from pathlib import Path
 from rich.console import Console
 
 from dcp_fix.evidence import ladder_report
-from dcp_fix.vllm import real_ladder
+from dcp_fix.vllm import real_rows, real_rungs
 
 HEADER = ("rung", "tokens", "answer", "right", "= DCP1", "logprobs", "NaN", "SHA256")
 NOTE = (
@@ -22,12 +22,12 @@ NOTE = (
     "tokens. NaN: answers with a logprob that is no number. batch: all prompts at once."
 )
 SIGN_OF_LIFE_S = 30.0  # between two lines where no terminal shows a spinner
-ORDER = (real_ladder.REFERENCE, real_ladder.INSTALLED, real_ladder.WORKAROUND, *real_ladder.CLIMBED)
+ORDER = (real_rungs.REFERENCE, real_rungs.INSTALLED, real_rungs.WORKAROUND, *real_rungs.CLIMBED)
 
 
 @contextmanager
 def progress(rung: str, total: int, log: Path) -> Iterator[Callable[[dict | None], None]]:
-    """A spinner on a terminal, else a line now and then, on standard error; yields what real_ladder.boot reports to."""
+    """A spinner on a terminal, else a line now and then, on standard error; yields what real_boot.boot reports to."""
     console = Console(stderr=True, highlight=False)
     state = Progress(rung, total)
     line = partial(print, file=sys.stderr, flush=True)
@@ -86,7 +86,7 @@ def show(climbed) -> None:
     say = partial(console.print, soft_wrap=True)
     say(f"{title(climbed)}\n")
     for row in rows:
-        if row.rung == real_ladder.REFERENCE and row.answers and not row.batch:
+        if row.rung == real_rungs.REFERENCE and row.answers and not row.batch:
             say(f"DCP1, {row.prompt_class} tokens: {row.answers[0].text}")
     lines = [(row.rung, label(row), *cells(row, settings.prompts)) for row in rows]
     console.print(ladder_report.grid(HEADER, lines, console.width))
@@ -110,7 +110,7 @@ def ordered(rows: list) -> list:
     """By rung as the ladder is climbed, whatever the order in which they were run."""
 
     def place(row) -> int:
-        if row.rung == real_ladder.PLUGIN:
+        if row.rung == real_rungs.PLUGIN:
             return len(ORDER) + 1
         return ORDER.index(row.rung) if row.rung in ORDER else len(ORDER)
 
@@ -144,7 +144,7 @@ def verdict(climbed) -> str:
     """The last line."""
     rows, settings, prompts = climbed.rows, climbed.settings, climbed.settings.prompts
     counts = {rung: count(rows, rung, "equal", prompts) for rung in dict.fromkeys(row.rung for row in ordered(rows))}
-    counts.pop(real_ladder.REFERENCE, None)
+    counts.pop(real_rungs.REFERENCE, None)
     said = "; ".join(f"{number} {rung}" for rung, number in counts.items())
     return f"{outcome(climbed)}: answers of DCP{settings.dcp} equal to DCP1's: {said or 'none were asked for'}."
 
@@ -152,12 +152,12 @@ def verdict(climbed) -> str:
 def outcome(climbed) -> str:
     """The verdict in a few words."""
     rungs = {row.rung for row in climbed.rows}
-    broken = real_ladder.broken(climbed.rows, climbed.settings.prompts)
+    broken = real_rows.broken(climbed.rows, climbed.settings.prompts)
     if climbed.ok:
         return f"Wrong {', '.join(broken)}, right with the plugin"
-    if broken and real_ladder.PLUGIN not in rungs:
+    if broken and real_rungs.PLUGIN not in rungs:
         return f"Wrong {', '.join(broken)}; the plugin was not tried"
-    if not broken and real_ladder.INSTALLED in rungs:
+    if not broken and real_rungs.INSTALLED in rungs:
         return "Healthy as installed"
     return "NOT the expected picture"
 

@@ -14,8 +14,8 @@ import pytest
 from dcp_fix.errors import UserError
 from dcp_fix.evidence import recorded, records
 from dcp_fix.tiny import corpus
-from dcp_fix.vllm import boot_log, preflight, put_back, questions, real_ladder, real_ladder_report
-from dcp_fix.vllm.real_ladder import INSTALLED, PLUGIN, REFERENCE, WORKAROUND, Settings
+from dcp_fix.vllm import boot_log, preflight, put_back, questions, real_ladder, real_ladder_report, real_rungs
+from dcp_fix.vllm.real_rungs import INSTALLED, PLUGIN, REFERENCE, WORKAROUND, Settings
 from tests import serve_sources
 from tests.vllm import lookalike
 
@@ -196,7 +196,7 @@ def test_a_plugin_that_was_not_loaded_is_no_plugin_rung(host):
     assert "did not load the plugin" in results(host)["rows"][-1]["failure"]
 
 
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 130), (signal.SIGKILL, -9)])
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)])
 def test_an_interrupt_and_a_killed_parent_leave_no_process(host, number, status):
     host.does("hang")
     script = (
@@ -291,7 +291,7 @@ def test_the_doctors_rules_refuse_before_anything_boots(host):
 @pytest.mark.parametrize("word", ["other", "query-norm+other", ""])
 def test_an_unknown_rung(word):
     with pytest.raises(UserError, match=r"--rungs: .*query-norm\+k-rows"):
-        real_ladder.climb(Settings(rungs=(word,)))
+        real_rungs.climb(Settings(rungs=(word,)))
 
 
 # --- words of the command line ----------------------------------------------------------------------------------------
@@ -300,26 +300,26 @@ def test_an_unknown_rung(word):
 def test_arguments_of_llm(host):
     settings = replace(SMALL, dcp=4, tp=2, pcp=2, cuda_graphs=True, one_batch=True, llm={"max_num_seqs": 7, "x": "y"})
     asked = questions.of_corpus(settings.classes, 2)
-    told = real_ladder.arguments(settings, real_ladder.rung("installed", settings), asked)
+    told = real_rungs.arguments(settings, real_rungs.rung("installed", settings), asked)
     assert told["tensor_parallel_size"] == 2 and told["prefill_context_parallel_size"] == 2
     assert told["decode_context_parallel_size"] == 4 and told["dcp_comm_backend"] == "ag_rs"
     assert told["enforce_eager"] is False and told["max_num_seqs"] == 7 and told["x"] == "y"
     assert told["max_model_len"] == 2624 and told["max_model_len"] % 64 == 0
-    alone = real_ladder.arguments(settings, real_ladder.rung("dcp1", settings), asked)
+    alone = real_rungs.arguments(settings, real_rungs.rung("dcp1", settings), asked)
     assert {"decode_context_parallel_size", "dcp_comm_backend", "prefill_context_parallel_size"}.isdisjoint(alone)
-    environment = real_ladder.child_environment(settings, real_ladder.rung("installed", settings))
+    environment = real_rungs.child_environment(settings, real_rungs.rung("installed", settings))
     assert environment["VLLM_USE_V2_MODEL_RUNNER"] == "1" and environment["DCP_FIX_PLUGIN"] == "0"
 
 
 def test_the_callers_switches_do_not_reach_another_rung(host, monkeypatch):
     monkeypatch.setenv("DCP_FIX_PLUGIN", "0")
     monkeypatch.setenv(put_back.VARIABLE, "k-rows")
-    environment = real_ladder.child_environment(SMALL, real_ladder.rung("plugin", SMALL))
+    environment = real_rungs.child_environment(SMALL, real_rungs.rung("plugin", SMALL))
     assert "DCP_FIX_PLUGIN" not in environment and put_back.VARIABLE not in environment
 
 
 def test_names_of_rungs():
-    names = [rung.name for rung in real_ladder.climb(Settings(put_back=("query-norm", "k-rows")))]
+    names = [rung.name for rung in real_rungs.climb(Settings(put_back=("query-norm", "k-rows")))]
     assert names == [REFERENCE, INSTALLED, "put back: query-norm, k-rows", "+combine routing", PLUGIN]
 
 
