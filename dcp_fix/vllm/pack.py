@@ -9,9 +9,13 @@ than MANY tokens, where waiting costs what is won. Nothing is ever dropped: a ro
 Source: vLLM 0.28 to 0.33, v1/attention/backends/mla/flashmla_sparse.py. Not here: the bf16 path, which packs already.
 """
 
-import functools
+from __future__ import annotations
 
-import torch
+import functools
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # the plugin must not load torch before vLLM does
+    import torch
 
 VARIABLE = "DCP_FIX_PACK"
 MODULE = "vllm.v1.attention.backends.mla.flashmla_sparse"
@@ -58,4 +62,6 @@ def shorter(indices: torch.Tensor | None) -> torch.Tensor | None:
 
 def capturing(x: torch.Tensor) -> bool:
     """Whether a CUDA graph is being captured on x's device, so that the host must not wait."""
+    import torch
+
     return x.is_cuda and torch.cuda.is_current_stream_capturing()

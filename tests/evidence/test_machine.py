@@ -35,8 +35,8 @@ def git(folder, *arguments):
 
 def test_a_changed_tracked_file_makes_the_tree_dirty(monkeypatch, tmp_path):
     monkeypatch.delenv("DCP_FIX_COMMIT", raising=False)
-    source = tmp_path / "dcp_fix" / "machine.py"
-    source.parent.mkdir()
+    source = tmp_path / "dcp_fix" / "evidence" / "machine.py"
+    source.parent.mkdir(parents=True)
     source.write_text("")
     git(tmp_path, "init", "-q")
     git(tmp_path, "add", ".")
@@ -65,7 +65,7 @@ def test_the_commit_can_be_told(monkeypatch):
 
 def test_a_tree_without_git_has_no_commit(monkeypatch, tmp_path):
     monkeypatch.delenv("DCP_FIX_COMMIT", raising=False)
-    monkeypatch.setattr(machine, "__file__", str(tmp_path / "dcp_fix" / "machine.py"))
+    monkeypatch.setattr(machine, "__file__", str(tmp_path / "dcp_fix" / "evidence" / "machine.py"))
     assert machine.commit() == (None, None)
 
 

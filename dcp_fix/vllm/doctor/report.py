@@ -6,20 +6,16 @@ the JSON and nothing else; errors and progress go to standard error.
 """
 
 import contextlib
-import json as jsonlib
-import os
 import signal
 import sys
-import tempfile
 import threading
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from dcp_fix.errors import UserError
+from dcp_fix.evidence import output
 from dcp_fix.vllm.doctor.opening import opened
 from dcp_fix.vllm.doctor.probes import PROBES
 from dcp_fix.vllm.doctor.reach import PROBED, reach
@@ -78,9 +74,9 @@ def examine(spec: str | None, *, release: str | None = None, with_plugin: bool =
 
 def print_table(console: Console, report: Report):
     """One target: a table, then a line per defect with its remedy."""
-    title = Text(f"{report.target}  (vLLM {report.version or 'of unknown version'})")
+    console.print(Text(f"{report.target}  (vLLM {report.version or 'of unknown version'})"), soft_wrap=True)
     caption = Text("\n".join(report.notes)) if report.notes else None
-    table = Table(title=title, title_justify="left", caption=caption, caption_justify="left")
+    table = Table(caption=caption, caption_justify="left")
     for column in ("probe", "verdict", "evidence"):
         table.add_column(column, no_wrap=column != "evidence")
     for probe in report.probes:
@@ -93,60 +89,6 @@ def print_table(console: Console, report: Report):
     if report.reach and any(f.verdict == "defect" and f.id in looked_at for f in report.probes):
         console.print(f"who is affected: {report.reach}", highlight=False, markup=False)
     console.print()
-
-
-def write(content, json: str) -> None:
-    """To the file `json`; `-` is standard output. Raises UserError where that cannot be."""
-    text = jsonlib.dumps(content, indent=2) + "\n"
-    try:
-        sys.stdout.write(text) if json == "-" else write_file(Path(json), text)
-    except (OSError, ValueError) as error:
-        raise UserError(f"--json {printable(json)}: {getattr(error, 'strerror', None) or error}") from error
-
-
-def check_place(json: str) -> None:
-    """Raise UserError if `json` cannot be written to: better before the probes than after them."""
-    path = Path(json)
-    try:
-        if path.is_dir():
-            why = "is a folder; name a file"
-        elif not path.absolute().parent.is_dir():
-            why = f"'{printable(str(path.parent))}' is no folder: make it first"
-        elif not os.access(path if path.exists() else path.absolute().parent, os.W_OK):
-            why = "cannot be written to"
-        else:
-            return
-    except (OSError, ValueError) as error:
-        why = getattr(error, "strerror", None) or str(error)
-    raise UserError(f"--json {printable(json)}: {why}")
-
-
-def write_file(path: Path, text: str) -> None:
-    """The whole file or none of it, by way of a new file beside it. A device or a pipe is written to as it is.
-
-    Not by way of `evidence.records`, which imports torch: longer than the rest of the command takes.
-    """
-    path = path.resolve()
-    if path.exists() and not path.is_file():
-        path.write_text(text, encoding="utf-8")
-        return
-    mode = path.stat().st_mode & 0o777 if path.exists() else 0o666 & ~current_umask()
-    number, temporary = tempfile.mkstemp(dir=path.parent, prefix=".dcp-fix-")
-    try:
-        with os.fdopen(number, "w", encoding="utf-8") as file:
-            file.write(text)
-        os.chmod(temporary, mode)
-        os.replace(temporary, path)
-    except BaseException:
-        os.unlink(temporary)
-        raise
-
-
-def current_umask() -> int:
-    """Which can only be read by setting it."""
-    mask = os.umask(0o077)
-    os.umask(mask)
-    return mask
 
 
 @contextlib.contextmanager
@@ -175,7 +117,7 @@ def main(targets, *, releases=(), with_plugin=False, serve_args=None, json: str 
 
         checked(serve_args)  # a mistake in them is the caller's, and is said before any probe runs
     if json not in (None, "-"):
-        check_place(json)
+        output.check(json)
     jobs = [*((t, None) for t in targets), *((None, r) for r in releases)] or [(None, None)]
     console, errors, reports = Console(soft_wrap=False), Console(stderr=True), []
     with signals_that_end():
@@ -184,7 +126,7 @@ def main(targets, *, releases=(), with_plugin=False, serve_args=None, json: str 
             with errors.status(Text(f"examining {what}")):
                 reports.append(examine(spec, release=release, with_plugin=with_plugin, serve_args=serve_args))
     if json:
-        write([report.as_json() for report in reports], json)
+        output.write_json(json, [report.as_json() for report in reports])
     for report in reports:
         if report.error:
             print(f"error: {report.error}", file=sys.stderr)

@@ -5,8 +5,9 @@ from dataclasses import replace
 
 from rich.console import Console
 
+from dcp_fix.evidence import output
 from dcp_fix.vllm.doctor import symptom
-from dcp_fix.vllm.doctor.report import Report, check_place, examine, print_table, signals_that_end, write
+from dcp_fix.vllm.doctor.report import Report, examine, print_table, signals_that_end
 
 
 def ask(question: str) -> str:
@@ -32,7 +33,7 @@ def main(targets, *, releases=(), answers: str | None = None, json: str | None =
     Exit status: that of the probes that were run, 0 where none was.
     """
     if json not in (None, "-"):
-        check_place(json)
+        output.check(json)
     known = None if answers is None else symptom.parse(answers)
     said, end = symptom.diagnose(ask if known is None else lambda question: known.get(question, symptom.UNKNOWN))
     spec, release = (targets[0], None) if targets else (None, releases[0]) if releases else (None, None)
@@ -42,7 +43,7 @@ def main(targets, *, releases=(), answers: str | None = None, json: str | None =
             found = examine(spec, release=release)
         report = replace(found, probes=[probe for probe in found.probes if probe.id in end.probes])
     if json:
-        write(symptom.as_json(said, end) | {"report": report.as_json() if report else None}, json)
+        output.write_json(json, symptom.as_json(said, end) | {"report": report.as_json() if report else None})
     if json != "-":
         show_end(end, report)
     return report.status() if report else 0
