@@ -78,7 +78,8 @@ class Plan:
                 combine=method,
                 logits=method == "exact",
                 cuda_graphs=graph,
-                passes=common.passes[:1] if graph else common.passes,  # the forced pass replays nothing
+                # The forced pass replays no graph, and exact mode is held to equal bits without it.
+                passes=common.passes[:1] if graph or method == "exact" else common.passes,
             )  # fmt: skip
             for method in COMBINES
             for graph in graphs

@@ -87,7 +87,7 @@ def test_checkpoint_fits_a_repository_and_holds_its_config():
     assert Model.load(corpus.CHECKPOINT).config == train.Trainer(0, "cpu").config
 
 
-@pytest.mark.parametrize(("name", "count", "least"), [("512", 40, 0.99), ("1536", 6, 0.95), ("1024+1536", 6, 0.95)])
+@pytest.mark.parametrize(("name", "count", "least"), [("512", 40, 0.99), ("1536", 4, 0.95), ("1024+1536", 3, 0.95)])
 def test_checkpoint_answers_held_out_questions(model, name, count, least):
     assert train.exact_match(model, name, count, seed=1, batch_tokens=2048) >= least
 
