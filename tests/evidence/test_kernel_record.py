@@ -110,9 +110,16 @@ def test_the_history_of_the_sparse_partial_ends_at_the_record(first, contender):
         close(cell, [attend(8192, heads, dcp, contender) / 1000 for dcp in (1, 4, 8)])
 
 
+def test_upstream_packed_and_cut_is_that_of_the_record():
+    for heads, cell in zip((64, 32, 16), rows_of("## Sparse partial", "upstream: the same"), strict=True):
+        close(cell, [cut(8192, heads, dcp) / 1000 for dcp in (4, 8)])
+
+
 def test_the_history_of_few_tokens_ends_at_the_record():
-    for (tokens, heads), cell in zip(((64, 64), (64, 16), (1, 16)), rows_of("### Few tokens", "**now**"), strict=True):
-        close(cell, [attend(tokens, heads, dcp) for dcp in (1, 4, 8)])
+    ours, theirs = rows_of("### Few tokens", "**now**"), rows_of("### Few tokens", "upstream as fed")
+    for (tokens, heads), here, there in zip(((64, 64), (64, 16), (1, 16)), ours, theirs, strict=True):
+        close(here, [attend(tokens, heads, dcp) for dcp in (1, 4, 8)])
+        close(there, [attend(tokens, heads, 1, FED), cut(tokens, heads, 4), cut(tokens, heads, 8)])
 
 
 def test_the_readme_says_where_ours_win_and_where_they_lose():
