@@ -20,13 +20,14 @@ if TYPE_CHECKING:  # the plugin must not load torch before vLLM does
 
 VARIABLE = "DCP_FIX_PACK"
 MODULE = "vllm.v1.attention.backends.mla.flashmla_sparse"
+ON = ("1", "true", "on", "yes")
 FEWEST = 16  # tokens
 GIVEN = {"q", "k_cache", "indices", "softmax_scale", "tile_scheduler_metadata"}  # what a call must name to be cut
 
 
 def hooks(asked: str) -> dict:
     """{module name: functions to call with that module}, for the value of DCP_FIX_PACK."""
-    return {MODULE: [pack_and_cut]} if asked == "1" else {}
+    return {MODULE: [pack_and_cut]} if asked.lower() in ON else {}
 
 
 def pack_and_cut(module) -> None:

@@ -118,4 +118,5 @@ def test_it_is_wrapped_once_and_only_when_asked():
     once = module.flash_mla_with_kvcache
     pack.pack_and_cut(module)
     assert module.flash_mla_with_kvcache is once
-    assert pack.hooks("1") == {pack.MODULE: [pack.pack_and_cut]} and pack.hooks("") == pack.hooks("0") == {}
+    assert pack.hooks("1") == pack.hooks("True") == {pack.MODULE: [pack.pack_and_cut]}
+    assert pack.hooks("") == pack.hooks("0") == pack.hooks("off") == {}
