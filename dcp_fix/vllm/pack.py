@@ -34,8 +34,14 @@ def pack_and_cut(module) -> None:
     """Wrap the FlashMLA that the backend has imported; once."""
     original = module.flash_mla_with_kvcache
     if not getattr(original, "packs", False):
-        ranks = lambda: module.get_dcp_group().world_size  # noqa: E731, the group exists when the first call comes
-        module.flash_mla_with_kvcache = packing(original, module.get_mla_metadata, ranks)
+        module.flash_mla_with_kvcache = packing(original, module.get_mla_metadata, dcp_size)
+
+
+def dcp_size() -> int:
+    """As vLLM's process groups have it, which exist when the first call comes."""
+    from vllm.distributed.parallel_state import get_dcp_group
+
+    return get_dcp_group().world_size
 
 
 def packing(original, new_schedule, ranks):
