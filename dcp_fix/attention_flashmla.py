@@ -33,7 +33,7 @@ from dcp_fix.workspace import Plan
 
 LIBRARY = "vllm/_flashmla_C.abi3.so"
 HEADS = 64  # it computes this many, or twice as many
-PAYS_ABOVE = 32  # heads, below 64 it pads
+PAYS_ABOVE = 32  # heads, below 64 it pads; where every key is here, above 16
 FEWEST, MOST = 8, 512  # tokens of a decode
 WIDE, PADDED_FEWEST = 1024, 32  # columns and tokens from which on a decode pays for 17 to 32 heads too
 CHOSEN: list = []  # the one backend in use, or nothing
@@ -88,7 +88,7 @@ def way(plan: Plan, tokens: int, heads: int, dtype: torch.dtype, cache_format: s
     if not CHOSEN or dtype != torch.bfloat16 or cache_format in (None, "bf16"):
         return "here"
     if plan.unpacked:
-        return "prefill" if heads > PAYS_ABOVE else "here"
+        return "prefill" if heads > (PAYS_ABOVE if plan.ranks > 1 else 16) else "here"
     pays = tokens >= FEWEST if heads > PAYS_ABOVE else heads > 16 and plan.width >= WIDE and tokens >= PADDED_FEWEST
     return "decode" if pays and tokens <= MOST and cache_format == "fp8_ds_mla" else "here"
 

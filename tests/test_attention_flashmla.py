@@ -88,9 +88,10 @@ def test_folders_that_hold_no_flashmla_are_refused(tmp_path):
 
 def test_the_way_is_chosen_by_tokens_heads_and_width(operators):
     way, bf16 = attention_flashmla.way, torch.bfloat16
-    many = lambda heads: Plan(8192, heads, 2048, 1, 8192, 0, unpacked=65536, ranks=4)  # noqa: E731
+    many = lambda heads, ranks=4: Plan(8192, heads, 2048, 1, 8192, 0, unpacked=65536, ranks=ranks)  # noqa: E731
     few = lambda ranks: Plan(64, 64, 2048, 1, 64, 0, ranks=ranks)  # noqa: E731
     assert [way(many(h), 8192, h, bf16, "fp8_ds_mla") for h in (16, 32, 33, 64)] == ["here", "here"] + ["prefill"] * 2
+    assert [way(many(h, 1), 8192, h, bf16, "fp8_ds_mla") for h in (16, 17)] == ["here", "prefill"]
     assert [way(few(4), 64, h, bf16, "fp8_ds_mla") for h in (16, 32, 33, 64)] == ["here", "here"] + ["decode"] * 2
     assert [way(few(2), 64, h, bf16, "fp8_ds_mla") for h in (16, 17, 32)] == ["here", "decode", "decode"]
     assert [way(few(4), t, 64, bf16, "fp8_ds_mla") for t in (7, 8, 512, 513)] == ["here", "decode", "decode", "here"]

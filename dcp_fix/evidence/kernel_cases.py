@@ -220,9 +220,7 @@ def attend(tokens: int, heads: int, dcp: int, device, pieces) -> Case:
             contenders["upstream prefill, unpacked"] = lambda i: flashmla.prefill(
                 sets[i][0], unpack(cache, FORMAT, BF16), *packed[i], SCALE
             )
-    keys = tokens * TOPK // dcp
-    size = min(keys, ROWS) * ENTRY_BYTES + tokens * heads * (2 * (LATENT + ROPE) + 4 * LATENT)
-    flops = 2 * keys * heads * (2 * LATENT + ROPE)
+    size, flops = attend_work(tokens, heads, dcp)
     sizes = {"T": tokens, "H": heads, "D": dcp}
     error = partial(attend_error, *sets[0], cache)
     return Case("attend", sizes, len(sets), size, flops, contenders, error, allowed=1e-2)
@@ -243,6 +241,13 @@ def using(backend):
         yield
     finally:
         attention_flashmla.CHOSEN[:] = before
+
+
+def attend_work(tokens: int, heads: int, dcp: int) -> tuple[int, int]:
+    """Bytes that must move, each once, and operations of the two products; padded heads count for nothing."""
+    keys = tokens * TOPK // dcp
+    size = min(keys, ROWS) * ENTRY_BYTES + tokens * heads * (2 * (LATENT + ROPE) + 4 * LATENT)
+    return size, 2 * keys * heads * (2 * LATENT + ROPE)
 
 
 def through(backend, call: Callable, i: int):

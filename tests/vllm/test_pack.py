@@ -1,5 +1,6 @@
 """pack.py on a look-alike of the backend's module: the same answer from fewer columns, and whatever else untouched."""
 
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -16,7 +17,18 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 pytestmark = pytest.mark.filterwarnings("ignore:(divide by zero|invalid value|overflow):RuntimeWarning")  # interpreted
 
 
-def backend(ranks=8):
+@pytest.fixture(autouse=True)
+def group(monkeypatch):
+    """vLLM's DCP group, of 8 ranks; and 16 tokens are enough."""
+    group = SimpleNamespace(world_size=8)
+    modules = {"vllm": {}, "vllm.distributed": {}, "vllm.distributed.parallel_state": {"get_dcp_group": lambda: group}}
+    for name, held in modules.items():
+        monkeypatch.setitem(sys.modules, name, SimpleNamespace(**held))
+    monkeypatch.setattr(pack, "FEWEST", 16)
+    return group
+
+
+def backend():
     """A module with a FlashMLA that records its calls and attends as FlashMLA does."""
     operators, calls = Operators(), []
 
@@ -33,7 +45,6 @@ def backend(ranks=8):
     module = SimpleNamespace(
         flash_mla_with_kvcache=flash_mla_with_kvcache,
         get_mla_metadata=lambda: (SimpleNamespace(), None),
-        get_dcp_group=lambda: SimpleNamespace(world_size=ranks),
     )
     pack.pack_and_cut(module)
     return module, calls
@@ -84,7 +95,8 @@ def test_every_id_on_one_rank_is_still_attended_to():
 @pytest.mark.parametrize(
     "case", ["few tokens", "one rank", "dense", "another cache", "two batches", "no name", "by place"]
 )
-def test_what_stays_as_it_is(case):
+def test_what_stays_as_it_is(case, group):
+    group.world_size = 1 if case == "one rank" else 8
     given, _ = arguments(tokens=15 if case == "few tokens" else 16)
     if case == "dense":
         given["indices"] = None
@@ -97,7 +109,7 @@ def test_what_stays_as_it_is(case):
     by_place, calls = [given.pop("q")] if case == "by place" else [], []
     module = SimpleNamespace(
         flash_mla_with_kvcache=lambda *args, **kwargs: calls.append((args, kwargs)) or "vLLM's answer",
-        get_mla_metadata=None, get_dcp_group=lambda: SimpleNamespace(world_size=1 if case == "one rank" else 8),
+        get_mla_metadata=None,
     )  # fmt: skip
     pack.pack_and_cut(module)
     assert module.flash_mla_with_kvcache(*by_place, **given) == "vLLM's answer"
