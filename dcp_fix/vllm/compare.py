@@ -42,6 +42,8 @@ from pathlib import Path
 
 from dcp_fix import equality
 from dcp_fix.errors import UserError
+from dcp_fix.evidence import output
+from dcp_fix.process import printed
 from dcp_fix.vllm import address, compare_ask, compare_pairs
 from dcp_fix.vllm.answers import Completion
 from dcp_fix.vllm.compare_ask import (
@@ -232,11 +234,7 @@ def main(
     ends = sum(isinstance(one, Endpoint) for one in (first, second))
     with compare_report.progress(requests(pairs, ends)) as progress:
         result = run(first, second, progress, pairs)
-    to_stdout = json is not None and str(json) == "-"
-    if json:
-        compare_report.write(None if to_stdout else json, result)
-    if not to_stdout:
-        compare_report.show(result)
+    output.deliver(json, compare_report.as_json(result), compare_report.show, result)
     if result.error:
         raise UserError(result.error)
     return 1 if result.verdict == "different" else 0
@@ -250,7 +248,7 @@ def main_save(a, path: Path, pairs: int | None) -> int:
         raise UserError(f"--a {a} is saved already; name the address of a server")
     with compare_report.progress(requests(pairs, 1)) as progress:
         save(a, path, progress, pairs)
-    compare_report.saved(a, path)
+    printed(compare_report.saved, a, path)
     return 0
 
 

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dcp_fix.vllm.doctor import report, runner
+from dcp_fix.vllm.doctor import messages, report, runner
 from dcp_fix.vllm.doctor.opening import folder
 from dcp_fix.vllm.doctor.probes import PROBES
 from tests import doctor_targets
@@ -222,25 +222,29 @@ def test_a_signal_ends_the_command_with_all_that_it_started(tmp_path, number):
         assert list((tmp_path / "temporary").iterdir()) == []
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        '{"verdict": "ok", "evidence": "x"}',
-        '{"id": ["query-rows"], "verdict": "ok", "evidence": "x"}',
-        '{"id": "query-rows", "verdict": "ok", "evidence": 3}',
-        '{"id": "other", "verdict": "ok", "evidence": "x"}',
-        '{"id": "query-rows", "verdict": "fine", "evidence": "x"}',
-        '{"id": {}, "verdict": [], "evidence": null}',
-        "[" * 200_000,
-    ],
-    ids=range(7),
-)
+NONSENSE = {
+    '{"verdict": "ok", "evidence": "x"}': "lacks id; allowed: one of query-rows, combine-routing",
+    '{"id": ["query-rows"], "verdict": "ok", "evidence": "x"}': 'id is ["query-rows"]; allowed: one of query-rows',
+    '{"id": "query-rows", "verdict": "ok", "evidence": 3}': "evidence is 3; allowed: text",
+    '{"id": "other", "verdict": "ok", "evidence": "x"}': 'id is "other"; allowed: one of',
+    '{"id": "split-workspace", "verdict": "ok", "evidence": "x"}': "split-workspace, which it was not asked for",
+    '{"id": "query-rows", "verdict": "fine", "evidence": "x"}': 'verdict is "fine"; allowed: one of ok, defect',
+    '{"id": "query-rows", "verdict": "ok", "evidence": "x", "more": 1}': "more is not known here",
+    '{"id": {}, "verdict": [], "evidence": null}': "id is {}; allowed: one of",
+    '{"begin": "query-rows", "case": "x", "control": 1}': "control is 1; allowed: true or false",
+    "[" * 200_000: "JSON nested too deeply",
+}
+
+
+@pytest.mark.parametrize("line", NONSENSE, ids=range(len(NONSENSE)))
 def test_a_child_that_answers_nonsense_has_not_run(tmp_path, line):
     code = f"import glob, os\nfor fd in map(int, os.listdir('/proc/self/fd')):\n    try:\n        os.write(fd, {line!r}"
     code += ".encode() + b'\\n')\n    except OSError:\n        pass\n"
     findings = examine(doctor_targets.folder(tmp_path, code + SOUND))
     assert verdicts(findings) == {"query-rows": "not-run", "k-rows": "ok", "owner-only-writes": "ok"}
-    assert "its child answered nonsense" in findings["query-rows"].evidence
+    assert f"its child answered nonsense: {NONSENSE[line]}" in findings["query-rows"].evidence.replace(
+        "a verdict on ", ""
+    )
 
 
 VALUES = st.recursive(
@@ -256,16 +260,16 @@ LINES = st.one_of(
 @settings(max_examples=200, deadline=None)
 @given(st.lists(LINES, max_size=6))
 def test_whatever_a_child_writes_is_findings_or_nothing(lines):
-    said, last = runner.parse_lines(b"\n".join(lines), ["k-rows"])
-    assert set(said) <= {"k-rows"} and (last is None or last["begin"] == "k-rows")
+    said, last = messages.parse(b"\n".join(lines), ["k-rows"])
+    assert set(said) <= {"k-rows"} and (last is None or last.begin == "k-rows")
     for verdict, evidence in said.values():
         runner.finding(PROBES[0], verdict, evidence)
 
 
 def test_evidence_is_bounded_and_harmless(tmp_path):
     text = json.dumps({"id": "k-rows", "verdict": "ok", "evidence": "\x1b[2J" + "x" * 10_000}).encode()
-    ((verdict, evidence),) = runner.parse_lines(text, ["k-rows"])[0].values()
-    assert verdict == "ok" and evidence.startswith("\\x1b[2Jx") and len(evidence) == runner.EVIDENCE_LIMIT
+    ((verdict, evidence),) = messages.parse(text, ["k-rows"])[0].values()
+    assert verdict == "ok" and evidence.startswith("\\x1b[2Jx") and len(evidence) == messages.EVIDENCE_LIMIT
 
 
 def test_the_caller_s_settings_do_not_reach_the_target(tmp_path, monkeypatch):
