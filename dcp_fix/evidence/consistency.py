@@ -98,8 +98,9 @@ def judged(name: str, answer: dict, prompt, reference: dict) -> Iterator[str]:
     yield from (
         f"{name}: {key} {answer[key]}, and it is {value}" for key, value in truth.items() if answer[key] != value
     )
-    if not (math.isfinite(answer["smallest_margin"]) and answer["smallest_margin"] >= 0):
-        yield f"{name}: a margin of {answer['smallest_margin']}"
+    margin = answer["smallest_margin"]  # None: a logit was no number, as no reference has it
+    if (margin is None and answer is reference) or (margin is not None and not 0 <= margin < math.inf):
+        yield f"{name}: a margin of {margin}"
 
 
 def ladder_verdict(run: dict) -> Iterator[str]:

@@ -71,6 +71,7 @@ FORGED = {
     "another first difference": (LADDER, lambda r: answer(r).update(first_difference=4), "first_difference 4"),
     "false equality": (LADDER, lambda r: answer(r, "unpatched").update(first_difference=None), "difference None"),
     "a false share": (LADDER, lambda r: answer(r).update(commonest_share=0.1), "commonest_share 0.1"),
+    "a reference of no margin": (LADDER, lambda r: answer(r, "DCP1").update(smallest_margin=None), "margin of None"),
     "a negative margin": (LADDER, lambda r: answer(r).update(smallest_margin=-1.0), "a margin of -1.0"),
     "a false count": (LADDER, lambda r: rows(r)[-1].update(equal=7), "7 equal"),
     "a false count of right ones": (LADDER, lambda r: rows(r)[-1].update(right=7), "7 right"),
