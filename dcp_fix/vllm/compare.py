@@ -43,7 +43,6 @@ from pathlib import Path
 from dcp_fix import equality
 from dcp_fix.errors import UserError
 from dcp_fix.evidence import output
-from dcp_fix.process import printed
 from dcp_fix.vllm import address, compare_ask, compare_pairs
 from dcp_fix.vllm.answers import Completion
 from dcp_fix.vllm.compare_ask import (
@@ -153,8 +152,8 @@ def run(a, b, progress: Callable[[str], None] = lambda what: None, pairs: int | 
     return result
 
 
-def save(a: Endpoint, path: Path, progress, pairs: int | None = None) -> None:
-    """Ask one endpoint everything, and keep its answers for a later comparison. Raises UserError."""
+def save(a: Endpoint, progress, pairs: int | None = None) -> Saved:
+    """Ask one endpoint everything, and give its answers for a later comparison. Raises UserError."""
     progress(f"{a.name}: models")
     model = a.models()[0]
     counted, ratio = count(a, model, progress)
@@ -163,7 +162,7 @@ def save(a: Endpoint, path: Path, progress, pairs: int | None = None) -> None:
     for prompt in made:
         first, again = ask_twice(a, model, prompt, progress, not pairs)
         answers[prompt.name] = SavedAnswers(prompt=digest(prompt), first=first, again=again)
-    Saved.of(a, model, pairs, compare_ask.sampling(), counted, answers).write(path)
+    return Saved.of(a, model, pairs, compare_ask.sampling(), counted, answers)
 
 
 def row(prompt: Prompt, a: Completion, b: Completion, again=None) -> Row:
@@ -247,8 +246,8 @@ def main_save(a, path: Path, pairs: int | None) -> int:
     if isinstance(a, Saved):
         raise UserError(f"--a {a} is saved already; name the address of a server")
     with compare_report.progress(requests(pairs, 1)) as progress:
-        save(a, path, progress, pairs)
-    printed(compare_report.saved, a, path)
+        answers = save(a, progress, pairs)
+    output.deliver(path, answers.content.model_dump(), compare_report.saved, a, path)
     return 0
 
 

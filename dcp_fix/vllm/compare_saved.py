@@ -9,7 +9,6 @@ from typing import Literal
 
 from dcp_fix.bounded import MIB, read_json
 from dcp_fix.errors import UserError, escaped, shown
-from dcp_fix.evidence import output
 from dcp_fix.schema import Schema, allowed, checked
 from dcp_fix.vllm.answers import Completion
 from dcp_fix.vllm.endpoint import EndpointError
@@ -65,10 +64,6 @@ class Saved:
             raise UserError(f"endpoint {name}: {shown(path)}: no such file; {remedy}") from None
         except UserError as error:
             raise UserError("\n".join(f"endpoint {name}: {line}" for line in str(error).split("\n"))) from None
-
-    def write(self, path: Path) -> None:
-        """Write the file, whole or not at all. Raises UserError."""
-        output.write_json(path, self.content.model_dump())
 
     def models(self) -> list[str]:
         """The model that answered."""

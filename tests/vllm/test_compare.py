@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import socket
 import subprocess
 import sys
@@ -442,10 +443,11 @@ def test_what_passes_is_waited_for(bad):
 # --- the command ------------------------------------------------------------------------------------------------------
 
 
-def command(*arguments):
+def command(*arguments, environment=None):
     """`dcp-fix compare ...` in a process of its own, with full-size prompts."""
     line = [sys.executable, "-m", "dcp_fix", "compare", *arguments]
-    return subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    environment = os.environ | (environment or {})
+    return subprocess.run(line, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60)
 
 
 def test_the_command_writes_json_and_nothing_else_to_standard_output():
@@ -485,6 +487,15 @@ def test_a_difference_is_printed_and_is_exit_status_1(monkeypatch, capsys, tmp_p
     assert equality.digest([other] * 2)[:16] in printed
     assert "Different: 0 of 3 prompts are answered alike; compared: text and token ids." in printed
     assert json.loads((tmp_path / "c.json").read_text())["verdict"] == "different"
+
+
+def test_what_a_terminal_cannot_encode_is_escaped_after_the_json_is_there(tmp_path):
+    snow = edited(lambda choice, answer: choice.update(text=choice["text"] + " \u2603"))
+    with serving(snow) as a, serving(snow) as b:
+        arguments = ["--a", a, "--b", b, "--json", tmp_path / "c.json"]
+        done = command(*arguments, environment={"PYTHONIOENCODING": "ascii"})
+    assert done.returncode == 0 and "\\u2603" in done.stdout and "Traceback" not in done.stderr
+    assert json.loads((tmp_path / "c.json").read_text())["rows"][0]["a"]["text"].endswith("\u2603")
 
 
 def test_the_json_is_there_before_anything_is_printed_and_the_table_comes_whatever_became_of_it(

@@ -73,6 +73,13 @@ def test_a_logprob_that_is_no_number_survives_the_file(kept, monkeypatch):
         assert status(monkeypatch, "--a", path, "--b", b) == 1
 
 
+def test_a_dash_keeps_the_answers_on_standard_output_and_nothing_else_is_there(monkeypatch, capsys, tmp_path):
+    with serving(openai(stub)) as a:
+        assert status(monkeypatch, "--a", a, "--save", "-") == 0
+    (tmp_path / "x.json").write_text(capsys.readouterr().out)
+    assert list(Saved.load("A", tmp_path / "x.json").content.answers) == list(SHORT)
+
+
 def test_what_a_file_calls_its_endpoint_reaches_no_terminal(kept, monkeypatch, capsys):
     path = kept(openai(stub))
     path.write_text(json.dumps(json.loads(path.read_text()) | {"endpoint": "\x1b[2Jx", "model": "tiny"}))

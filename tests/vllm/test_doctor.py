@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dcp_fix import process
 from dcp_fix.vllm.doctor import messages, report, runner
 from dcp_fix.vllm.doctor.opening import folder
 from dcp_fix.vllm.doctor.probes import PROBES
@@ -289,6 +290,18 @@ def test_the_highest_status_of_all_targets_counts(tmp_path, capsys):
     (only,) = json.loads(out.read_text())
     assert list(only) == ["target", "version", "reach", "notes", "probes"]
     assert set(only["probes"][0]) == {"id", "verdict", "evidence", "reference", "remedy"}
+
+
+def test_a_reader_that_goes_changes_no_status_and_the_json_is_there(tmp_path, monkeypatch):
+    bad, out = doctor_targets.folder(tmp_path / "bad", broken("if slot >= 0:", "if True:")), tmp_path / "r.json"
+
+    def gone(*values):
+        assert json.loads(out.read_text())
+        raise BrokenPipeError
+
+    monkeypatch.setattr(report, "print_table", gone)
+    monkeypatch.setattr(process, "to_nowhere", lambda stream: None)
+    assert report.main([str(bad)], json=str(out)) == 1
 
 
 def test_the_probes_have_the_promised_ids_in_the_promised_order():
