@@ -75,6 +75,33 @@ def test_each_defect_is_named_for_what_it_is(tmp_path, probe, line):
     assert wanted in findings[probe].evidence
 
 
+@pytest.mark.parametrize(
+    ("line", "by", "says"),
+    [
+        (
+            "topk_indices_buffer[: len(slots)] = -1",
+            "topk_indices_buffer[:] = -1",
+            "entries outside the batch overwritten",
+        ),
+        ("topk_indices_buffer[: len(slots)] = -1", "topk_indices_buffer[: len(slots) - 1] = -1", "top-k rows [3] not"),
+        (
+            "    if has_indexer:\n        topk",
+            "    if True:\n        topk",
+            "top-k entries of a shared layer overwritten",
+        ),
+        ("if slot >= 0:", "if slot > 0:", "cache not written at owned slots [0]"),
+        ("if slot >= 0:", "if slot >= 0 and slot != 70:", "cache not written at owned slots [70]"),
+    ],
+)
+def test_a_guard_that_is_off_by_one_is_named(tmp_path, monkeypatch, line, by, says):
+    monkeypatch.setattr(runner, "PROBES", tuple(p for p in PROBES if p.id in ("owner-only-writes", "configuration")))
+    found = examine(doctor_targets.folder(tmp_path, broken(line, by)))["owner-only-writes"]
+    if "70" not in by:
+        assert found.verdict == "defect" and says in found.evidence, found.evidence
+    else:  # in the control as well: another formula is not judged
+        assert found.verdict == "not-run" and says in found.evidence, found.evidence
+
+
 def test_a_kernel_that_raises_on_import_is_not_run_and_the_status_says_so(tmp_path, capsys):
     path = doctor_targets.folder(tmp_path, "raise ValueError('no\\nkernel')")
     assert report.main([str(path)], json="-") == 2
