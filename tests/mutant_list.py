@@ -138,6 +138,13 @@ MUTANTS = [
     # --- engine ---
     ("dcp_fix/engine/engine.py", "self.pool.close(table, tokens[:start])", "self.pool.close(table, tokens)", CACHED),
     (
+        "dcp_fix/engine/engine.py",
+        "room = min(self.max_batch_tokens, unit - start % unit) if unit else self.max_batch_tokens",
+        "room = self.max_batch_tokens",
+        CACHED,
+    ),
+    ("dcp_fix/engine/engine.py", "            if self.attention.unit:\n", "            if False:\n", CACHED),
+    (
         "dcp_fix/engine/sharded.py",
         "heads = -(-self.heads * self.dcp.size // workspace",
         "heads = -(-self.heads // workspace",

@@ -3,7 +3,7 @@
     python -m tests.mutants                 every one
     python -m tests.mutants blocks exact    those whose file or change holds one of these words
 
-The report, tests/figures/mutants.json, holds the last outcome of each.
+The report, tests/figures/mutants.json, holds the last outcome of each, and at which commit.
 
 A mutant is (file, what stands there, what is put there, the tests that must notice). Each runs in a copy of this
 checkout, in a process forked from one that has imported torch, and dies when a test fails; it lives when all pass, and
@@ -11,20 +11,20 @@ has "moved" when its text is no longer there exactly once. A defect is let loose
 to run with it, above all as root. Before that, the tests must pass without any mutant.
 """
 
-import json
 import os
 import shutil
 import signal
+import stat
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 
+from tests import figure
 from tests.mutant_list import MUTANTS
 
 ROOT = Path(__file__).resolve().parent.parent
-REPORT = ROOT / "tests" / "figures" / "mutants.json"
 HARNESS = 99  # exit status of a child in which not the tests failed
 LIMIT_S = 900.0  # of one mutant: who hangs has been noticed
 
@@ -32,6 +32,7 @@ LIMIT_S = 900.0  # of one mutant: who hangs has been noticed
 def main(words: list[str]) -> int:
     """Run the mutants, print a line for each, write the report; 1 if one lives or has moved."""
     chosen = [m for m in MUTANTS if not words or any(word in " ".join(m[:3]) for word in words)]
+    here = figure.surroundings()
     with tempfile.TemporaryDirectory() as folder:
         tree = copied(Path(folder) / "tree")
         preload()
@@ -41,19 +42,17 @@ def main(words: list[str]) -> int:
             if tests not in healthy:
                 healthy[tests] = outcome(tree, tests) == "lives"
                 print(f"{'pass' if healthy[tests] else 'FAIL'} without a mutant: {tests}", flush=True)
-            rows += [run(tree, *mutant)] if healthy[tests] else []
-            report(rows)
+            rows += [run(tree, *mutant) | {"commit": here["commit"]}] if healthy[tests] else []
+            assert stat.S_ISCHR(os.stat(os.devnull).st_mode), f"a mutant has replaced {os.devnull}"
+            report(here, rows)
     return 0 if len(rows) == len(chosen) and all(row["outcome"] == "killed" for row in rows) else 1
 
 
-def report(rows: list[dict]) -> None:
+def report(here: dict, rows: list[dict]) -> None:
     """Put these outcomes into the report, beside those of the other mutants of the present list."""
-    known = json.loads(REPORT.read_text())["rows"] if REPORT.exists() else []
-    last = {(row["file"], row["old"], row["new"], row["tests"]): row["outcome"] for row in known + rows}
-    tried = [(*mutant, last[mutant]) for mutant in MUTANTS if mutant in last]
-    names = ("file", "old", "new", "tests", "outcome")
-    REPORT.parent.mkdir(exist_ok=True)
-    REPORT.write_text(json.dumps({"rows": [dict(zip(names, row, strict=True)) for row in tried]}, indent=1) + "\n")
+    known = figure.read("mutants")["rows"] if (figure.FOLDER / "mutants.json").exists() else []
+    last = {(row["file"], row["old"], row["new"], row["tests"]): row for row in known + rows}
+    figure.write("mutants", here | {"rows": [last[mutant] for mutant in MUTANTS if mutant in last]})
 
 
 def copied(tree: Path) -> Path:
@@ -113,10 +112,10 @@ def outcome(tree: Path, tests: str) -> str:
 
 
 def in_child(tree: Path, tests: str) -> int:
-    """Pytest over the copy, its output thrown away."""
+    """Pytest over the copy. Its output goes into a file beside it: what a mutant replaces must not be a device."""
     import pytest
 
-    nowhere = os.open(os.devnull, os.O_RDWR)
+    nowhere = os.open(tree.parent / "output", os.O_RDWR | os.O_CREAT | os.O_TRUNC)
     for number in (0, 1, 2):
         os.dup2(nowhere, number)
     os.chdir(tree)
