@@ -16,7 +16,11 @@ from pathlib import Path
 from tests import figure
 
 ROOT = Path(__file__).resolve().parent.parent
-PYTEST = [sys.executable, *"-m pytest -q -p no:cacheprovider -p no:xdist -m".split(), "hypothesis and not gpu"]
+PYTEST = [
+    sys.executable,
+    *"-m pytest -q -p no:cacheprovider -p no:xdist -p no:nbval -m".split(),
+    "hypothesis and not gpu",
+]
 FUZZ = ["--hypothesis-profile=fuzz", "--hypothesis-show-statistics"]
 
 

@@ -70,7 +70,9 @@ def copied(tree: Path) -> Path:
 
 def preload() -> None:
     """What every test needs and no mutant changes."""
-    import hypothesis  # noqa: F401
+    import anyio.pytest_plugin  # noqa: F401
+    import hypothesis.strategies  # noqa: F401
+    import pydantic  # noqa: F401
     import pytest  # noqa: F401
     import safetensors.torch  # noqa: F401
     import torch
@@ -124,7 +126,7 @@ def in_child(tree: Path, tests: str) -> int:
     for name in [name for name in sys.modules if name.split(".")[0] in ("tests", "dcp_fix")]:
         del sys.modules[name]
     sys.dont_write_bytecode = True
-    return int(pytest.main(["-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", *words(tests)]))
+    return int(pytest.main(["-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-p", "no:nbval", *words(tests)]))
 
 
 def words(tests: str) -> list[str]:
