@@ -6,8 +6,9 @@
 The report, tests/figures/mutants.json, holds the last outcome of each, and at which commit.
 
 A mutant is (file, what stands there, what is put there, the tests that must notice). Each runs in a copy of this
-checkout, in a process forked from one that has imported torch, and dies when a test fails; it lives when all pass, and
-has "moved" when its text is no longer there exactly once. A defect is let loose on this machine: the tests must be safe
+checkout, in a process forked from one that has imported torch, and is killed when a test fails. It lives when all pass,
+breaks what no test could miss when the process dies or nothing can be imported, and has "moved" when its text is no
+longer there exactly once. A defect is let loose on this machine: the tests must be safe
 to run with it, above all as root. Before that, the tests must pass without any mutant.
 """
 
@@ -26,6 +27,7 @@ from tests.mutant_list import MUTANTS
 
 ROOT = Path(__file__).resolve().parent.parent
 HARNESS = 99  # exit status of a child in which not the tests failed
+OUTCOMES = {0: "lives", 1: "killed", HARNESS: "untried"}  # by pytest's exit status
 LIMIT_S = 900.0  # of one mutant: who hangs has been noticed
 
 
@@ -106,7 +108,7 @@ def outcome(tree: Path, tests: str) -> str:
     while time.monotonic() < deadline:
         done, status = os.waitpid(child, os.WNOHANG)
         if done:
-            return {0: "lives", HARNESS: "untried"}.get(os.waitstatus_to_exitcode(status), "killed")
+            return OUTCOMES.get(os.waitstatus_to_exitcode(status), "breaks")
         time.sleep(0.05)
     os.killpg(child, signal.SIGKILL)
     os.waitpid(child, 0)
