@@ -6,10 +6,10 @@
 The report, tests/figures/mutants.json, holds the last outcome of each, and at which commit.
 
 A mutant is (file, what stands there, what is put there, the tests that must notice). Each runs in a copy of this
-checkout, in a process forked from one that has imported torch, and is killed when a test fails. It lives when all pass,
-breaks what no test could miss when the process dies or nothing can be imported, and has "moved" when its text is no
-longer there exactly once. A defect is let loose on this machine: the tests must be safe
-to run with it, above all as root. Before that, the tests must pass without any mutant.
+checkout, in a process forked from one that has imported torch, and is "killed" when a test fails. It "lives" when all
+pass, "breaks" when nothing can be imported or the process dies, which no test can miss, "hangs" when the limit of time
+ends it, and has "moved" when its text is no longer there exactly once. A defect is let loose on this machine: the tests
+must be safe to run with it, above all as root. Before that, the tests must pass without any mutant.
 """
 
 import os
