@@ -48,7 +48,7 @@ def properties() -> list[str]:
 
 def examples(statistics: str) -> int:
     """How many passing examples the phase that generates them had."""
-    return sum(map(int, re.findall(r"during generate phase.*?(\d+) passing examples", statistics, re.S)))
+    return sum(map(int, re.findall(r"during generate phase.*?(\d+) passing", statistics, re.S)))
 
 
 if __name__ == "__main__":
