@@ -1,6 +1,7 @@
 """The figures of `make mutants`, `make fuzz` and `make endure`: of the present lists, and quoted as they are."""
 
 import re
+from math import ceil
 from pathlib import Path
 
 import pytest
@@ -61,5 +62,7 @@ def test_the_long_run_was_long_and_is_quoted(part):
     else:
         assert found["requests"] >= 10_000 and found["differing"] == []
         assert found["prefix_hits"] > 100 < found["evictions"] and found["dense_hits"] > 0
-        assert f"{found['requests']:,} {part} requests" in README
+        assert f"{found['requests']:,} {part} requests" in README and f"holds {endure.CACHE} tokens" in README
+        assert part == "ordinary" or found["largest_difference"] == 0.0
+        assert part == "exact" or f"no logit further than {ceil(found['largest_difference'] * 1000) / 1000} " in README
         assert f"{found['prefix_hits']:,} prefix hits and {found['evictions']:,} evictions" in README
