@@ -40,9 +40,9 @@ def sparse_partial(q, kv, slots, scale, cache_format=None, kv_scale=None, plan=N
     """
     _check_sparse(q, kv, slots, cache_format, kv_scale)
     if q.is_cuda:
-        from dcp_fix.attention_triton import sparse_partial_triton
+        from dcp_fix.attention_flashmla import sparse_partial_chosen
 
-        return sparse_partial_triton(q, kv, slots, scale, cache_format, kv_scale, plan)
+        return sparse_partial_chosen(q, kv, slots, scale, cache_format, kv_scale, plan)
     return sparse_partial_reference(q, kv, slots, scale, cache_format, kv_scale, plan)
 
 

@@ -1,25 +1,20 @@
 """Sparse MLA partial, a second backend: FlashMLA's sparse kernels as a vLLM wheel ships them, where a user names one.
 
     flashmla = load(Path("site-packages"))        the folder that holds vllm/_flashmla_C.abi3.so
-    use(flashmla)                                 from now on attention_triton.py asks `pays`
+    use(flashmla)                                 from now on it attends where `way` says that it is faster
 
-Two of its kernels are of use here, both in bf16, heads padded to 64, lse natural, +inf or -inf for a token without key:
+Two of its kernels are of use, both in bf16, heads padded to 64, lse natural, +inf or -inf for a token without key:
 
     prefill(q, rows, packed, counts, scale)       rows unpacked once; takes the length of every token's packed slots
     decode(q, cache, slots, scale)                fp8_ds_mla entries; walks every column it is given, holes too
 
-The first spends nothing on holes and needs no length on the host, so a CUDA graph can hold it and no key is ever
-dropped. The second must be fed packed slots cut to the longest row, which only a host that waited knows: cut shorter it
-would drop keys, so it is measured (kernel_bench.py) and not chosen by itself.
+Many tokens take the first: it spends nothing on holes. Few tokens, for which nothing is unpacked, take the second, fed
+packed slots cut to a width known beforehand (Plan.width); what a token has beyond it attention_spill.py adds. Neither
+waits for the device, so a CUDA graph can hold both, and no key is dropped.
 
-Measured on one H200 with vLLM 0.30.0, K = 2048, T = 8192, milliseconds with the unpacking, ours over the same rows:
-
-    heads        64                    32                    16
-    D = 1        4.84 of ours 9.27     5.06 of ours 6.06     4.83 of ours 4.06
-    D = 4        1.27 of ours 2.78     1.79 of ours 1.77     1.63 of ours 1.18
-    D = 8        0.85 of ours 1.72     1.36 of ours 1.03     1.19 of ours 0.68
-
-so it is chosen above 32 heads (below 64 it pads). Its output is rounded to bf16 once more, by half an ulp.
+Its decode allocates accumulators of its own, one partial for each piece of its schedule and one for each token, which
+no plan counts (workspace.py tells that story): so it is taken for MOST tokens at most.
+Source of the table behind `way`: h200_kernels_bench, KERNELS.md. The output is rounded to bf16 once more, half an ulp.
 It does not: import vllm, or look for one by itself.
 """
 
@@ -28,13 +23,19 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from dcp_fix import attention_triton
+from dcp_fix.attention_spill import with_spill
+from dcp_fix.attention_triton import pack, unpack
 from dcp_fix.combine_triton import merge
 from dcp_fix.errors import UserError
 from dcp_fix.kv_cache import LATENT
+from dcp_fix.workspace import Plan
 
 LIBRARY = "vllm/_flashmla_C.abi3.so"
 HEADS = 64  # it computes this many, or twice as many
-PAYS_ABOVE = 32  # heads
+PAYS_ABOVE = 32  # heads, below 64 it pads; where every key is here, above 16
+FEWEST, MOST = 8, 512  # tokens of a decode
+WIDE, PADDED_FEWEST = 1024, 32  # columns and tokens from which on a decode pays for 17 to 32 heads too
 CHOSEN: list = []  # the one backend in use, or nothing
 
 
@@ -43,6 +44,7 @@ class FlashMLA:
 
     def __init__(self, operators) -> None:
         self.operators = operators
+        self.schedules: dict = {}  # of decode, by sizes: how the kernel deals pieces of its work to multiprocessors
 
     def prefill(self, q: Tensor, rows: Tensor, packed: Tensor, counts: Tensor, scale: float) -> tuple[Tensor, Tensor]:
         """q bf16 [T, H, 576], rows bf16 [N, 576], packed int32 [T, K], counts int32 [T] -> out bf16, lse fp32."""
@@ -51,14 +53,17 @@ class FlashMLA:
         )
         return out[:, : q.shape[1]], lse[:, : q.shape[1]]
 
-    def decode(self, q: Tensor, cache: Tensor, slots: Tensor, scale: float, plan=(None, None)):
-        """q bf16 [T, H, 576], cache uint8 [B, 64, 656], slots int32 [T, K] -> out bf16, lse fp32, and its schedule,
-        which further calls of the same sizes take as `plan`.
-        """
-        out, lse, *plan = self.operators.sparse_decode_fwd(
-            padded(q)[None], cache[..., None, :], slots[None], None, None, *plan, None, None, None, LATENT, scale, None
-        )
-        return out[0, :, : q.shape[1]], lse[0, : q.shape[1]].T, tuple(plan)
+    def decode(self, q: Tensor, cache: Tensor, slots: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+        """q bf16 [T, H, 576], cache uint8 [B, 64, 656], slots int32 [T, W] -> out bf16 [T, H, 512], lse fp32 [T, H]."""
+        padded_q = padded(q)
+        sizes = *padded_q.shape, slots.shape[1], q.device
+        out, lse, *schedule = self.operators.sparse_decode_fwd(
+            padded_q[None], cache[..., None, :], slots[None], None, None, *self.schedules.get(sizes, (None, None)),
+            None, None, None, LATENT, scale, None,
+        )  # fmt: skip
+        if not (q.is_cuda and torch.cuda.is_current_stream_capturing()):  # what a graph allocates is the graph's
+            self.schedules[sizes] = schedule
+        return out[0, :, : q.shape[1]], lse[0, : q.shape[1]].T
 
 
 def load(root: Path) -> FlashMLA:
@@ -74,20 +79,48 @@ def load(root: Path) -> FlashMLA:
 
 
 def use(backend: FlashMLA | None) -> None:
-    """Make `backend` the one that `attend` takes; None: none."""
+    """Make `backend` the one that `sparse_partial_chosen` may take; None: none."""
     CHOSEN[:] = [] if backend is None else [backend]
 
 
-def pays(heads: int, dtype: torch.dtype) -> bool:
-    """Whether a backend is in use that is faster than our kernel for unpacked rows."""
-    return bool(CHOSEN) and heads > PAYS_ABOVE and dtype == torch.bfloat16
+def way(plan: Plan, tokens: int, heads: int, dtype: torch.dtype, cache_format: str | None) -> str:
+    """ "prefill" or "decode" where a backend is in use and was measured faster with it, else "here"."""
+    if not CHOSEN or dtype != torch.bfloat16 or cache_format in (None, "bf16"):
+        return "here"
+    if plan.unpacked:
+        return "prefill" if heads > (PAYS_ABOVE if plan.ranks > 1 else 16) else "here"
+    pays = tokens >= FEWEST if heads > PAYS_ABOVE else heads > 16 and plan.width >= WIDE and tokens >= PADDED_FEWEST
+    return "decode" if pays and tokens <= MOST and cache_format == "fp8_ds_mla" else "here"
 
 
-def attend(q, rows, packed, counts, scale: float, value_scale: float) -> tuple[Tensor, Tensor]:
-    """attention.sparse_partial over unpacked rows: out fp32 [T, H, 512], lse fp32 [T, H], neutral where no key is."""
-    out, lse = CHOSEN[0].prefill(q, rows, packed, counts, scale)
+def sparse_partial_chosen(q, kv, slots, scale, cache_format=None, kv_scale=None, plan=None) -> tuple[Tensor, Tensor]:
+    """attention.sparse_partial on a GPU, by the backend in use where that is faster, else by attention_triton.py."""
+    plan = plan or attention_triton.planned(q, kv, slots.shape[1], cache_format)
+    chosen = way(plan, *q.shape[:2], q.dtype, cache_format)
+    if chosen == "here" or slots.numel() == 0:
+        return attention_triton.sparse_partial_triton(q, kv, slots, scale, cache_format, kv_scale, plan)
+    if chosen == "prefill":
+        return by_prefill(q, kv, slots, scale, cache_format, kv_scale)
+    return by_decode(q, kv, slots, scale, plan.width)
+
+
+def by_prefill(q, kv, slots, scale: float, cache_format: str, kv_scale) -> tuple[Tensor, Tensor]:
+    """The cache unpacked, then one call."""
+    value_scale = 1.0 if kv_scale is None else float(kv_scale)
+    rows, (packed, counts) = unpack(kv, cache_format, q.dtype), pack(slots, tail=-1)
+    out, lse = CHOSEN[0].prefill(q, rows, packed, counts, scale * value_scale)
     out, lse = merge(out[None], lse[None])  # of one partial: fp32, the marks of "no key" made neutral, in one pass
     return out if value_scale == 1.0 else out.mul_(value_scale), lse
+
+
+def by_decode(q, cache, slots, scale: float, width: int) -> tuple[Tensor, Tensor]:
+    """A cache of fp8_ds_mla, slots packed and cut to `width`, the rest added; what has no holes is not packed."""
+    if width == slots.shape[1]:
+        out, lse = CHOSEN[0].decode(q, cache, slots.int(), scale)
+        return merge(out[None], lse[None])
+    packed, counts = pack(slots, tail=-1)
+    out, lse = CHOSEN[0].decode(q, cache, packed[:, :width], scale)
+    return with_spill(q, cache, "fp8_ds_mla", packed, counts, width, scale, out, lse)
 
 
 def padded(q: Tensor) -> Tensor:

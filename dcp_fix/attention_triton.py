@@ -23,10 +23,11 @@ import torch
 import triton
 import triton.language as tl
 
-from dcp_fix import attention_flashmla, workspace
+from dcp_fix import workspace
 from dcp_fix.kv_cache import LATENT, ROPE, TILE, TILES, latent_views
 
 FEW_HEADS = 16  # of a program, also of more heads where that many programs have a multiprocessor each
+LONG_PIECE = 1024  # slots of a program
 HOLED_SLOTS = 64  # up to here a piece is read with its holes: packing it would be a launch that costs more
 MERGED_COLUMNS = 128  # of the output, a program of _merge
 UNPACKED_ROWS = 16  # a program of _unpack
@@ -43,14 +44,16 @@ _LN_2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
-def _pack(slots, packed, counts, topk, BLOCK: tl.constexpr):
+def _pack(slots, packed, counts, topk, BLOCK: tl.constexpr, TAIL: tl.constexpr):
     token = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     slot = tl.load(slots + token * topk + column, mask=column < topk, other=-1)
     valid = slot >= 0
-    place = tl.cumsum(valid.to(tl.int32), axis=0) - 1
+    place, count = tl.cumsum(valid.to(tl.int32), axis=0) - 1, tl.sum(valid.to(tl.int32), axis=0)
     tl.store(packed + token * topk + place, slot.to(tl.int32), mask=valid)
-    tl.store(counts + token, tl.sum(valid.to(tl.int32), axis=0))
+    if TAIL is not None:
+        tl.store(packed + token * topk + column, TAIL, mask=(column >= count) & (column < topk))
+    tl.store(counts + token, count)
 
 
 @triton.jit
@@ -203,23 +206,18 @@ def sparse_partial_triton(q, kv, slots, scale, cache_format=None, kv_scale=None,
     if tokens == 0 or topk == 0:
         return out.zero_(), lse.fill_(-torch.inf)
     fp8 = cache_format not in (None, "bf16")
-    capacity = kv.shape[0] * kv.shape[1] if fp8 and q.dtype != torch.float32 else 0
-    plan = plan or workspace.plan(tokens, heads, topk, num_sms(q.device), capacity=capacity)
+    plan = plan or planned(q, kv, topk, cache_format)
     if tokens > plan.token_chunk or heads > plan.heads:
         raise ValueError(f"{tokens} tokens of {heads} heads do not fit {plan}: pass the tokens of one chunk")
     value_scale = 1.0 if kv_scale is None else float(kv_scale)
     if plan.unpacked and fp8:
         kv, cache_format = unpack(kv, cache_format, q.dtype), None
-        if attention_flashmla.pays(heads, q.dtype):
-            return attention_flashmla.attend(q, kv, *pack(slots, tail=-1), scale * value_scale, value_scale)
     accumulators = workspace.allocate(plan, q.device)
     part, part_lse = accumulators if plan.splits > 1 else (out, lse)  # memory for [splits, T, H]: at least that large
     holes = topk <= plan.splits * HOLED_SLOTS
     packed, counts = (slots.contiguous(), None) if holes else pack(slots)
     alone = tokens * plan.splits * triton.cdiv(heads, FEW_HEADS) <= num_sms(q.device)
-    blocks = block_sizes(FEW_HEADS if alone else heads, q.dtype, kv.dtype == q.dtype)
-    if alone and blocks["BLOCK_H"] == FEW_HEADS:
-        blocks["num_warps"] = 8  # nothing else runs beside it
+    blocks = block_sizes(heads, q.dtype, kv.dtype == q.dtype, alone, plan.width // plan.splits)
     grid = (tokens * triton.cdiv(heads, blocks["BLOCK_H"]), plan.splits)
     _attend[grid](
         q, q.stride(0), q.stride(1), packed, counts, part, part_lse, tokens, heads, topk, scale * value_scale,
@@ -234,14 +232,19 @@ def sparse_partial_triton(q, kv, slots, scale, cache_format=None, kv_scale=None,
     return out, lse
 
 
+def planned(q, kv, topk: int, cache_format: str | None) -> workspace.Plan:
+    """The plan of a caller that has none: for these tokens and this GPU, with no budget; it may unpack the cache."""
+    may_unpack = cache_format not in (None, "bf16") and q.dtype != torch.float32
+    capacity = kv.shape[0] * kv.shape[1] if may_unpack else 0
+    return workspace.plan(q.shape[0], q.shape[1], topk, num_sms(q.device), capacity=capacity)
+
+
 def pack(slots: torch.Tensor, tail: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
     """ownership.pack_valid in one kernel: int32 [T, K] whose tail is `tail` or left unwritten, counts int32 [T]."""
     (tokens, topk), slots = slots.shape, slots.contiguous()
     packed = torch.empty(tokens, topk, dtype=torch.int32, device=slots.device)
-    if tail is not None:
-        packed.fill_(tail)
     counts = torch.empty(tokens, dtype=torch.int32, device=slots.device)
-    _pack[(tokens,)](slots, packed, counts, topk, BLOCK=triton.next_power_of_2(topk))
+    _pack[(tokens,)](slots, packed, counts, topk, BLOCK=triton.next_power_of_2(topk), TAIL=tail)
     return packed, counts
 
 
@@ -258,20 +261,25 @@ def unpack(kv: torch.Tensor, cache_format: str, dtype: torch.dtype) -> torch.Ten
     return rows
 
 
-def block_sizes(heads: int, dtype: torch.dtype, plain: bool = False) -> dict:
+def block_sizes(heads: int, dtype: torch.dtype, plain: bool = False, alone: bool = False, piece: int = 0) -> dict:
     """Heads and keys per step, warps, pipeline depth: as large as sm_90 has registers and shared memory for.
 
     The accumulator [64, 512] alone takes half the registers of 8 warps. `plain` rows go to shared memory as they are,
-    and registers are left for 64 keys a step; rows that are converted pass through registers, and 64 keys spill.
+    and registers are left for 64 keys a step. Rows that are converted pass through registers: with up to 32 heads one
+    step at a time of two or three programs a multiprocessor beats a pipeline within one; a program that is `alone` on
+    its multiprocessor, and one of 64 heads with a long `piece` of slots to walk, take 128 keys in one step instead.
     """
     if dtype == torch.float32:
         return {"BLOCK_H": 16, "BLOCK_K": 16, "num_warps": 8, "num_stages": 1}
+    block = FEW_HEADS if alone or heads <= 16 else 32 if heads <= 32 else 64
     if plain:
-        block = 16 if heads <= 16 else 32 if heads <= 32 else 64
-        return {"BLOCK_H": block, "BLOCK_K": 64, "num_warps": 8 if block == 64 else 4, "num_stages": 2}
-    if heads <= 16:
-        return {"BLOCK_H": 16, "BLOCK_K": 64, "num_warps": 4, "num_stages": 2}
-    return {"BLOCK_H": 64, "BLOCK_K": 32, "num_warps": 8, "num_stages": 2}
+        return {"BLOCK_H": block, "BLOCK_K": 64, "num_warps": 8 if alone or block == 64 else 4, "num_stages": 2}
+    if alone:
+        return {"BLOCK_H": FEW_HEADS, "BLOCK_K": 128 if piece > 64 else 64, "num_warps": 8, "num_stages": 1}
+    if heads <= 32:
+        return {"BLOCK_H": FEW_HEADS, "BLOCK_K": 64, "num_warps": 4, "num_stages": 1}
+    long = piece >= LONG_PIECE
+    return {"BLOCK_H": 64, "BLOCK_K": 128 if long else 32, "num_warps": 8, "num_stages": 1 if long else 2}
 
 
 def cache_arguments(kv, cache_format) -> dict:

@@ -100,7 +100,7 @@ def attend_unrouted(q, partial, manager, decode_only=False):
 # --- workspace --------------------------------------------------------------------------------------------------------
 
 
-def plan_always_allocate(tokens, heads, topk, num_sms, budget_bytes=None, capacity=0):
+def plan_always_allocate(tokens, heads, topk, num_sms, budget_bytes=None, capacity=0, ranks=1):
     """Defect 4: 1 + parts accumulators on every call, also where nothing is split, and no chunks (vLLM issue 53413).
 
     Upstream ran out of GPU memory; here the budget says so.

@@ -402,12 +402,19 @@ def bench(
         ),
     ] = None,
     json: Annotated[bool, typer.Option("--json", help="With --kernels: print JSON instead of a table.")] = False,
+    pack: Annotated[bool, typer.Option("--pack", help="Time the installed vLLM with DCP_FIX_PACK=1 instead.")] = False,
+    llm: Annotated[list[str] | None, typer.Option(help="With --pack: key=value, an argument of vLLM's `LLM`.")] = None,
     record: Output = None,
 ) -> None:
     """Time one rank's decode attention, ordinary and exact, and count the bytes that it sends.
 
-    With --kernels: the kernels beside those of a vLLM, each checked against fp64 before it is timed.
+    With --kernels: the kernels beside those of a vLLM, each checked against fp64 before it is timed. With --pack: real
+    vLLM on --tp GPUs, with ids packed for FlashMLA and as installed.
     """
+    if pack:
+        from dcp_fix.vllm import pack_bench
+
+        raise typer.Exit(pack_bench.from_options(tp, numbers(dcp), llm or [], record))
     if kernels or against or json:
         from dcp_fix.evidence import kernel_bench
 

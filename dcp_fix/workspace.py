@@ -17,6 +17,7 @@ A budget is met by fewer splits first and by chunks of tokens then, so only a to
 It does not: run anything, or count what the caller holds (queries, caches, gathered heads).
 """
 
+import math
 from dataclasses import dataclass, replace
 
 import torch
@@ -45,6 +46,12 @@ class Plan:
     token_chunk: int
     accumulators: int  # partials per token beside the result: 0 where nothing is split
     unpacked: int = 0  # rows of an fp8 cache that are unpacked once, for all tokens: none or all
+    ranks: int = 1  # over which the selected keys are dealt out
+
+    @property
+    def width(self) -> int:
+        """Columns that hold what this rank owns of nearly every token's keys: see `expected_columns`."""
+        return expected_columns(self.topk, self.ranks)
 
     @property
     def accumulator_bytes(self) -> int:
@@ -61,10 +68,13 @@ class Plan:
         return [slice(i, min(i + self.token_chunk, self.tokens)) for i in range(0, self.tokens, self.token_chunk)]
 
 
-def plan(tokens: int, heads: int, topk: int, num_sms: int, budget_bytes: int | None = None, capacity: int = 0) -> Plan:
+def plan(
+    tokens: int, heads: int, topk: int, num_sms: int, budget_bytes: int | None = None, capacity: int = 0, ranks: int = 1
+) -> Plan:
     """The plan for `tokens` queries of `heads` heads over `topk` selected keys on a GPU of `num_sms` multiprocessors.
 
-    `capacity` is the number of slots of an fp8 cache that may be unpacked, 0 for a cache that may not.
+    `capacity` is the number of slots of an fp8 cache that may be unpacked, 0 for a cache that may not. `ranks` share
+    the selected keys.
 
     Raises WorkspaceError if not even one token fits `budget_bytes`.
 
@@ -82,7 +92,7 @@ def plan(tokens: int, heads: int, topk: int, num_sms: int, budget_bytes: int | N
             )
         splits = max(1, min(splits, fit // tokens - 1))
         rows = _even_chunk(tokens, fit) if splits == 1 else tokens
-    whole = Plan(tokens, heads, topk, splits, rows, splits if splits > 1 else 0)
+    whole = Plan(tokens, heads, topk, splits, rows, splits if splits > 1 else 0, ranks=ranks)
     return replace(whole, unpacked=capacity) if _unpacking_pays(whole, capacity, budget_bytes) else whole
 
 
@@ -98,6 +108,17 @@ def wanted_splits(tokens: int, heads: int, topk: int, num_sms: int) -> int:
     """How many pieces of the selected keys give every multiprocessor something to do."""
     programs = tokens * -(-heads // HEAD_BLOCK)
     return max(1, min(num_sms // programs, -(-topk // KEY_BLOCK)))
+
+
+def expected_columns(topk: int, ranks: int) -> int:
+    """A width, known without waiting for the GPU, that few tokens' own keys exceed: their share of `topk` and 2.5
+    standard deviations of a random choice, in whole blocks. What lies beyond is attended to by a second call.
+
+    >>> [expected_columns(2048, ranks) for ranks in (1, 2, 4, 8)]
+    [2048, 1152, 576, 320]
+    """
+    share = topk / ranks
+    return min(topk, math.ceil((share + 2.5 * math.sqrt(share)) / KEY_BLOCK) * KEY_BLOCK)
 
 
 def partial_bytes(heads: int) -> int:

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from dcp_fix import attention_flashmla, broken, workspace
+from dcp_fix import broken, workspace
 from dcp_fix.attention import dense_prefill, dense_prefill_reference, sparse_partial_reference
 from dcp_fix.equality import close, same_bytes
 from dcp_fix.kv_cache import CACHE_FORMATS, new_latent_cache, read_latent, write_latent
@@ -49,6 +49,9 @@ def test_pack_is_pack_valid(tokens, k, holes):
     assert counts.tolist() == want_counts.tolist()
     for row, want_row, n in zip(packed.tolist(), want.tolist(), counts.tolist(), strict=True):
         assert row[:n] == want_row[:n]
+    packed, counts = (x.cpu() for x in pack(slots.to(DEVICE), tail=-7))
+    want[want < 0] = -7
+    assert counts.tolist() == want_counts.tolist() and packed.tolist() == want.tolist()
 
 
 @pytest.mark.parametrize("cache_format", [None, *CACHE_FORMATS])
@@ -82,50 +85,6 @@ def test_unpacking_the_cache_first_changes_no_bit(cache_format):
     rows = attention_triton.unpack(cache.to(DEVICE), cache_format, torch.float32).cpu()
     used = slots[slots >= 0].unique()
     assert same_bytes(rows[used], read_latent(cache, used, cache_format, 1.0 if cache_format == "fp8" else None))
-
-
-class Prefill:
-    """Stands in for FlashMLA's operators: fp64 attention over the packed rows given, empty tokens left undefined."""
-
-    def sparse_prefill_fwd(self, q, rows, packed, scale, width, sink, counts, out):
-        assert q.shape[1] % 64 == 0 and packed.dtype == counts.dtype == torch.int32
-        out, lse = q.new_full((*q.shape[:2], width), NAN), q.new_full(q.shape[:2], INF, dtype=torch.float32)
-        for token, count in enumerate(counts.tolist()):
-            assert (
-                packed[token, 0, count:].eq(-1).all()
-            )  # a slot there may name a row of NaN, which FlashMLA multiplies
-            keys = rows[packed[token, 0, :count].long(), 0].double()
-            if count:
-                scores = scale * q[token].double() @ keys.T
-                out[token], lse[token] = scores.softmax(-1) @ keys[:, :width], scores.logsumexp(-1)
-        return out, None, lse
-
-
-@pytest.mark.parametrize(("heads", "chosen"), [(32, False), (40, True)])
-def test_flashmla_is_taken_where_it_pays(heads, chosen, monkeypatch):
-    slots, calls = holed_slots(3, 33, 80, 0.5, seed=5), []
-    cache, _ = filled_cache("fp8_ds_mla", slots)
-    q = randn(3, heads, 576).bfloat16()
-    backend = attention_flashmla.FlashMLA(Prefill())
-    monkeypatch.setattr(attention_flashmla, "CHOSEN", [backend])
-    monkeypatch.setattr(
-        attention_flashmla, "attend", lambda *a, real=attention_flashmla.attend: calls.append(1) or real(*a)
-    )
-    monkeypatch.setattr(attention_triton, "_attend", Recorded())
-    plan = replace(forced(3, heads, 33, 1), unpacked=80)
-    got = on_device(q, cache, slots, SCALE, "fp8_ds_mla", plan=plan)
-    assert bool(calls) == chosen
-    if chosen:
-        want = sparse_partial_reference(q, cache, slots, SCALE, "fp8_ds_mla")
-        assert torch.allclose(got[0], want[0], atol=3e-2) and torch.allclose(got[1], want[1], atol=2e-2)
-        assert got[0].dtype == torch.float32 and got[0][0].eq(0).all() and (got[1][0] == -INF).all()
-
-
-class Recorded:
-    """A kernel that does nothing: the interpreter is not to be trusted with bf16."""
-
-    def __getitem__(self, grid):
-        return lambda *args, **kwargs: None
 
 
 def test_broken_cutting_fails_where_packing_passes():
@@ -186,7 +145,8 @@ from dcp_fix.kv_cache import new_latent_cache
 
 cache_format, heads, dtype = sys.argv[1], int(sys.argv[2]), getattr(torch, sys.argv[3])
 pointers = {torch.float8_e4m3fn: "*fp8e4nv", torch.bfloat16: "*bf16", torch.float32: "*fp32"}
-blocks = kernels.block_sizes(heads, dtype, plain=cache_format == "bf16")
+alone, long = sys.argv[4] == "alone", sys.argv[4] in ("alone", "long")
+blocks = kernels.block_sizes(heads, dtype, cache_format == "bf16", alone, piece=2048 * long)
 options = {name: blocks.pop(name) for name in ("num_warps", "num_stages")}
 given = kernels.cache_arguments(new_latent_cache(1, cache_format), cache_format)
 given |= dict(q=torch.empty(0, dtype=dtype), SPLITS=2, HOLES=sys.argv[4] == "holes", TYPE=kernels.TYPES[dtype])
@@ -220,6 +180,8 @@ print("shared", compiled.metadata.shared, "wgmma", compiled.asm["ptx"].count("wg
         ("fp8", 64, "bfloat16", "packed", True),
         ("fp8_ds_mla", 16, "bfloat16", "holes", False),
         ("fp8_ds_mla", 16, "float32", "packed", False),
+        ("fp8_ds_mla", 64, "bfloat16", "alone", False),
+        ("fp8_ds_mla", 64, "bfloat16", "long", True),
     ],
 )
 def test_compiles_for_hopper(cache_format, heads, dtype, slots, warpgroup, tmp_path):

@@ -147,7 +147,8 @@ class ShardedAttention:
         # Only a kernel unpacks, and a cache per layer: one layer's at a time.
         fp8 = self.cache_format != "bf16" and self.scratch.device.type == "cuda"
         capacity = len(self.latent[0]) * BLOCK if fp8 else 0
-        return self.ops.plan(tokens, heads, self.config.index_topk, self.num_sms, self.workspace_budget, capacity)
+        budget, ranks = self.workspace_budget, self.dcp.size
+        return self.ops.plan(tokens, heads, self.config.index_topk, self.num_sms, budget, capacity, ranks)
 
     def localise(self, positions: Tensor) -> Tensor:
         """Global positions, -1 = hole, to local indices on this rank, -1 where another rank owns them."""

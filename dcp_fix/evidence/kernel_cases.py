@@ -12,6 +12,7 @@ It does not: time anything.
 """
 
 from collections.abc import Callable
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor
 
 from dcp_fix import attention_flashmla, workspace
+from dcp_fix.attention import sparse_partial
 from dcp_fix.kv_cache import (
     BLOCK,
     ENTRY_BYTES,
@@ -194,30 +196,31 @@ def combine_error(method: str, out: Tensor, lses: Tensor, got: Tensor) -> float:
 
 def attend(tokens: int, heads: int, dcp: int, device, pieces) -> Case:
     """A contender returns (out, lse). Bytes: every selected row once, queries, results."""
-    from dcp_fix.attention_triton import num_sms, pack, sparse_partial_triton, unpack
+    from dcp_fix.attention_triton import num_sms, pack, unpack
 
     cache = filled_cache(device)
     sets = [attend_inputs(tokens, heads, dcp, device, number) for number in range(1 if tokens > 1000 else 4)]
-    plan = workspace.plan(tokens, heads, TOPK, num_sms(device), capacity=ROWS)
-    ours = lambda i: sparse_partial_triton(*given(sets[i], cache), plan=plan)  # noqa: E731
-    contenders = {"here": alone(ours)}
+    plan = workspace.plan(tokens, heads, TOPK, num_sms(device), capacity=ROWS, ranks=dcp)
+    ours = lambda i: sparse_partial(*given(sets[i], cache), plan=plan)  # noqa: E731
+    contenders = {"here": partial(through, None, ours)}
     if pieces:
-        flashmla, schedules = pieces.flashmla(), {}
+        flashmla = pieces.flashmla()
         packed = [pack(slots, tail=-1) for _, slots in sets]
         width = -(-int(max(counts.max() for _, counts in packed)) // 64) * 64
         fed = {"upstream as fed": [slots for _, slots in sets]}
         if dcp > 1:
             fed["upstream packed and cut"] = [slots[:, :width].contiguous() for slots, _ in packed]
         for name, slots in fed.items():
-            contenders[name] = partial(decode, flashmla, sets, cache, slots, schedules, name)
-        if plan.unpacked:
+            contenders[name] = partial(decode, flashmla, sets, cache, slots)
+        with using(flashmla):
+            chosen = attention_flashmla.way(plan, tokens, heads, BF16, FORMAT)
+        if chosen != "here":
             contenders["here with flashmla"] = partial(through, flashmla, ours)
+        if plan.unpacked:
             contenders["upstream prefill, unpacked"] = lambda i: flashmla.prefill(
                 sets[i][0], unpack(cache, FORMAT, BF16), *packed[i], SCALE
             )
-    keys = tokens * TOPK // dcp
-    size = min(keys, ROWS) * ENTRY_BYTES + tokens * heads * (2 * (LATENT + ROPE) + 4 * LATENT)
-    flops = 2 * keys * heads * (2 * LATENT + ROPE)
+    size, flops = attend_work(tokens, heads, dcp)
     sizes = {"T": tokens, "H": heads, "D": dcp}
     error = partial(attend_error, *sets[0], cache)
     return Case("attend", sizes, len(sets), size, flops, contenders, error, allowed=1e-2)
@@ -229,24 +232,33 @@ def given(inputs, cache) -> tuple:
     return q, cache, slots, SCALE, FORMAT
 
 
-def alone(call: Callable) -> Callable:
-    """`call` with our own kernel, whatever backend is in use."""
-    return lambda i: attention_flashmla.use(None) or call(i)
-
-
-def through(flashmla, call: Callable, i: int):
-    """`call` with this backend in use."""
-    attention_flashmla.use(flashmla)
+@contextmanager
+def using(backend):
+    """While this backend, or none, is the one in use."""
+    before = attention_flashmla.CHOSEN[:]
+    attention_flashmla.use(backend)
     try:
-        return call(i)
+        yield
     finally:
-        attention_flashmla.use(None)
+        attention_flashmla.CHOSEN[:] = before
 
 
-def decode(flashmla, sets, cache, slots: list[Tensor], schedules: dict, name: str, i: int):
-    """FlashMLA's sparse decode; its schedule is made in the first call, as vLLM makes it once a step."""
-    out, lse, schedules[name] = flashmla.decode(sets[i][0], cache, slots[i], SCALE, schedules.get(name, (None, None)))
-    return out, lse
+def attend_work(tokens: int, heads: int, dcp: int) -> tuple[int, int]:
+    """Bytes that must move, each once, and operations of the two products; padded heads count for nothing."""
+    keys = tokens * TOPK // dcp
+    size = min(keys, ROWS) * ENTRY_BYTES + tokens * heads * (2 * (LATENT + ROPE) + 4 * LATENT)
+    return size, 2 * keys * heads * (2 * LATENT + ROPE)
+
+
+def through(backend, call: Callable, i: int):
+    """`call` with this backend in use, or with None."""
+    with using(backend):
+        return call(i)
+
+
+def decode(flashmla, sets, cache, slots: list[Tensor], i: int):
+    """FlashMLA's sparse decode; its schedule is made in the first call of a size, as vLLM makes it once a step."""
+    return flashmla.decode(sets[i][0], cache, slots[i], SCALE)
 
 
 def filled_cache(device) -> Tensor:

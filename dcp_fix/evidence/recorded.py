@@ -40,7 +40,7 @@ def has_gpu(record: dict) -> bool:
     asked = verifications(record) + cabinets(record)
     devices = [run["device"] for run in ladders(record)] + [run["settings"]["device"] for run in asked]
     used = any(device.startswith("cuda") for device in devices) or any(run["graph"] for run in timings(record))
-    used = used or bool(outcomes(record) or real_ladders(record) or kernels(record))
+    used = used or bool(outcomes(record) or real_ladders(record) or kernels(record) or packings(record))
     return used and bool(record["hardware"]["gpus"])
 
 
@@ -71,6 +71,8 @@ def facts(record: dict) -> list[str]:
     for run in kernels(record):
         beside = f"beside those of {run['upstream']}" if run["upstream"] else "alone"
         lines.append(f"kernels: {len(run['kernels'])} times, each right by fp64 first, {beside}")
+    for run in packings(record):
+        lines.append(f"packing in vLLM {run['vllm']}, TP{run['tp']}/DCP{run['dcp']}: {len(run['pack'])} works timed")
     return lines + tested(outcomes(record))
 
 
@@ -117,6 +119,7 @@ def parts(record: dict) -> list[dict]:
         ("settings", {"verify": [results]}),
         ("graph", {"bench": results}),
         ("kernels", {"kernels": results}),
+        ("pack", {"pack": results}),
         ("tests", results),
     ):
         if field in results:
@@ -152,6 +155,11 @@ def timings(record: dict) -> list[dict]:
 def kernels(record: dict) -> list[dict]:
     """What kernel_bench.py wrote."""
     return [part["kernels"] for part in parts(record) if "kernels" in part]
+
+
+def packings(record: dict) -> list[dict]:
+    """What vllm/pack_bench.py wrote."""
+    return [part["pack"] for part in parts(record) if "pack" in part]
 
 
 def outcomes(record: dict) -> dict[str, str]:

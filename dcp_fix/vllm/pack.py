@@ -1,11 +1,13 @@
 """Packed and cut: holes taken out of what vLLM's fp8 path hands to FlashMLA's sparse decode. Opt-in, DCP_FIX_PACK=1.
 
 Under DCP a rank owns a part of the selected ids; vLLM leaves -1 in the place of the others, and FlashMLA spends as much
-time on a hole as on a key. Here the ids of each token come first and the tensor ends with the longest row, rounded up
-to 64 columns. The keys are the same in the same order, so results are, up to where FlashMLA's blocks begin.
+time on a hole as on a key. Here the ids of each token come first and the tensor ends where few tokens have more
+(workspace.expected_columns); the keys that those have beyond it are attended to by attention_spill.py and merged. So
+nothing waits for the device, CUDA graphs hold it too, and no key is dropped, however many fall to one rank. Results are
+the same up to where FlashMLA's blocks begin, and one rounding to bf16 more for a token that exceeds the width.
 
-The longest row is read on the host, which waits for it: nothing is cut while a CUDA graph is captured, nor for fewer
-than MANY tokens, where waiting costs what is won. Nothing is ever dropped: a row that is longer is never cut shorter.
+Fewer than FEWEST tokens stay as they are: the kernel by itself wins from 32 on (KERNELS.md), but a decode step of 64
+requests in real vLLM took 5 % longer with it (h200x2_pack0300, where every number of tokens was packed from 16 on).
 Source: vLLM 0.28 to 0.33, v1/attention/backends/mla/flashmla_sparse.py. Not here: the bf16 path, which packs already.
 """
 
@@ -19,49 +21,76 @@ if TYPE_CHECKING:  # the plugin must not load torch before vLLM does
 
 VARIABLE = "DCP_FIX_PACK"
 MODULE = "vllm.v1.attention.backends.mla.flashmla_sparse"
-MANY = 256  # tokens
-COLUMNS = 64  # that FlashMLA takes at a time
+ON = ("1", "true", "on", "yes")
+FEWEST = 256  # tokens
+GIVEN = {"q", "k_cache", "indices", "softmax_scale", "tile_scheduler_metadata"}  # what a call must name to be cut
 
 
 def hooks(asked: str) -> dict:
     """{module name: functions to call with that module}, for the value of DCP_FIX_PACK."""
-    return {MODULE: [pack_and_cut]} if asked == "1" else {}
+    return {MODULE: [pack_and_cut]} if asked.lower() in ON else {}
 
 
 def pack_and_cut(module) -> None:
     """Wrap the FlashMLA that the backend has imported; once."""
     original = module.flash_mla_with_kvcache
     if not getattr(original, "packs", False):
-        module.flash_mla_with_kvcache = packing(original, module.get_mla_metadata)
+        module.flash_mla_with_kvcache = packing(original, module.get_mla_metadata, dcp_size)
 
 
-def packing(original, new_schedule):
-    """`original`, given packed and cut indices where that is worth a wait; a cut call has a schedule of its own."""
+def dcp_size() -> int:
+    """As vLLM's process groups have it, which exist when the first call comes."""
+    from vllm.distributed.parallel_state import get_dcp_group
+
+    return get_dcp_group().world_size
+
+
+def packing(original, new_schedule, ranks):
+    """`original`, given packed and cut indices where that pays; whatever it cannot be sure of is passed on as it is."""
 
     @functools.wraps(original)
     def flash_mla_with_kvcache(*args, **arguments):
-        cut = shorter(arguments.get("indices"))
-        if cut is not None:
-            arguments |= {"indices": cut, "tile_scheduler_metadata": new_schedule()[0]}
-        return original(*args, **arguments)
+        columns = width(arguments, ranks) if not args and arguments.keys() >= GIVEN else None
+        if columns is None:
+            return original(*args, **arguments)
+        return cut(original, arguments, columns, new_schedule)
 
     flash_mla_with_kvcache.packs = True
     return flash_mla_with_kvcache
 
 
-def shorter(indices: torch.Tensor | None) -> torch.Tensor | None:
-    """indices int32 [B, S, K] with holes -> [B, S, W] with W < K, a multiple of 64; None where it stays as it is."""
-    if indices is None or indices.shape[0] * indices.shape[1] < MANY or capturing(indices):
+def width(arguments: dict, ranks) -> int | None:
+    """How many columns to keep of indices [1, T, K] into a cache of fp8_ds_mla; None where all of them should stay."""
+    from dcp_fix.kv_cache import ENTRY_BYTES
+    from dcp_fix.workspace import expected_columns
+
+    indices, cache = arguments["indices"], arguments["k_cache"]
+    if indices is None or cache.shape[-1] != ENTRY_BYTES or indices.shape[0] != 1 or indices.shape[1] < FEWEST:
         return None
+    columns = expected_columns(indices.shape[2], ranks())
+    return columns if columns < indices.shape[2] else None
+
+
+def cut(original, arguments: dict, columns: int, new_schedule) -> tuple[torch.Tensor, torch.Tensor]:
+    """One call over the first `columns` packed indices of each token, and what is beyond: out [1, T, H, 512], lse
+    [1, H, T] as `original` returns them.
+    """
+    from dcp_fix.attention_spill import with_spill
     from dcp_fix.attention_triton import pack
 
-    packed, counts = pack(indices.flatten(0, 1), tail=-1)
-    width = max(1, -(-int(counts.max()) // COLUMNS)) * COLUMNS
-    return packed[:, :width].contiguous().view(*indices.shape[:2], width) if width < indices.shape[2] else None
+    indices = arguments["indices"]
+    packed, counts = pack(indices[0], tail=-1)
+    schedule = schedule_for(arguments["tile_scheduler_metadata"], columns, new_schedule)
+    given = {"indices": packed[None, :, :columns].contiguous(), "tile_scheduler_metadata": schedule}
+    out, lse = original(**arguments | given)
+    q, cache, scale = arguments["q"][0], arguments["k_cache"][..., 0, :], arguments["softmax_scale"]
+    with_spill(q, cache, "fp8_ds_mla", packed, counts, columns, scale, out[0], lse[0].T, in_place=True)
+    return out, lse
 
 
-def capturing(x: torch.Tensor) -> bool:
-    """Whether a CUDA graph is being captured on x's device, so that the host must not wait."""
-    import torch
-
-    return x.is_cuda and torch.cuda.is_current_stream_capturing()
+def schedule_for(metadata, columns: int, new_schedule):
+    """The schedule of a cut call, kept beside vLLM's own: that is one a step, for all layers."""
+    kept = vars(metadata).setdefault("cut_schedules", {})
+    if columns not in kept:
+        kept[columns] = new_schedule()[0]
+    return kept[columns]

@@ -1,70 +1,134 @@
-"""pack.py on a look-alike of the backend's module: the same keys, fewer columns, a schedule of their own."""
+"""pack.py on a look-alike of the backend's module: the same answer from fewer columns, and whatever else untouched."""
 
+import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
 
+from dcp_fix.attention import sparse_partial_reference
 from dcp_fix.vllm import pack
+from tests.test_attention import SCALE, agree
 
 pytest.importorskip("triton")
+from tests.test_attention_flashmla import Operators, problem
+
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-
-
-def backend(calls):
-    """A module with a FlashMLA that records what it is given."""
-    return SimpleNamespace(
-        flash_mla_with_kvcache=lambda **arguments: calls.append(arguments) or "out and lse",
-        get_mla_metadata=lambda: ("new schedule", None),
-    )
-
-
-def holed(tokens, columns, keep):
-    """int32 [1, T, K], of which token t holds 0 .. K-1 where `keep` is true; the last token holds nothing."""
-    indices = torch.arange(columns, dtype=torch.int32, device=DEVICE).expand(1, tokens, columns).clone()
-    indices[..., ~keep.to(DEVICE)] = -1
-    indices[:, -1] = -1
-    return indices
+pytestmark = pytest.mark.filterwarnings("ignore:(divide by zero|invalid value|overflow):RuntimeWarning")  # interpreted
 
 
 @pytest.fixture(autouse=True)
-def few(monkeypatch):
-    monkeypatch.setattr(pack, "MANY", 3)
+def group(monkeypatch):
+    """vLLM's DCP group, of 8 ranks; and 16 tokens are enough."""
+    group = SimpleNamespace(world_size=8)
+    modules = {"vllm": {}, "vllm.distributed": {}, "vllm.distributed.parallel_state": {"get_dcp_group": lambda: group}}
+    for name, held in modules.items():
+        monkeypatch.setitem(sys.modules, name, SimpleNamespace(**held))
+    monkeypatch.setattr(pack, "FEWEST", 16)
+    return group
 
 
-def test_holes_are_packed_away_and_the_rest_is_passed_on():
-    calls, keep = [], torch.arange(256) % 3 == 1  # 85 of 256
-    module = backend(calls)
-    pack.pack_and_cut(module)
-    indices = holed(3, 256, keep)
-    given = {"q": "q", "indices": indices, "tile_scheduler_metadata": "vLLM's"}
-    assert module.flash_mla_with_kvcache(**given) == "out and lse"
-    (call,) = calls
-    assert (
-        call["q"] == "q" and call["tile_scheduler_metadata"] == "new schedule" and call["indices"].shape == (1, 3, 128)
+def backend():
+    """A module with a FlashMLA that records its calls and attends as FlashMLA does."""
+    operators, calls = Operators(), []
+
+    def flash_mla_with_kvcache(**arguments):
+        calls.append(arguments)
+        if arguments["indices"] is None:
+            return "dense"
+        q = torch.nn.functional.pad(arguments["q"], (0, 0, 0, -arguments["q"].shape[2] % 64))
+        rest = [None] * 8 + [512, arguments["softmax_scale"], None]
+        out, lse, *_ = operators.sparse_decode_fwd(q, arguments["k_cache"], arguments["indices"], *rest)
+        heads = arguments["q"].shape[2]
+        return out[:, :, :heads], lse[:, :heads]
+
+    module = SimpleNamespace(
+        flash_mla_with_kvcache=flash_mla_with_kvcache,
+        get_mla_metadata=lambda: (SimpleNamespace(), None),
     )
-    for row, cut in zip(indices[0].tolist(), call["indices"][0].tolist(), strict=True):
-        keys = [i for i in row if i >= 0]
-        assert cut == keys + [-1] * (128 - len(keys))
-
-
-@pytest.mark.parametrize("case", ["nothing to cut", "few tokens", "dense", "capturing"])
-def test_what_stays_as_it_is(case, monkeypatch):
-    calls = []
-    module = backend(calls)
     pack.pack_and_cut(module)
-    keep = torch.arange(128) < (65 if case == "nothing to cut" else 10)
-    indices = None if case == "dense" else holed(2 if case == "few tokens" else 3, 128, keep)
-    if case == "capturing":
-        monkeypatch.setattr(pack, "capturing", lambda x: True)
-    module.flash_mla_with_kvcache(indices=indices, tile_scheduler_metadata="vLLM's")
-    assert calls[0]["indices"] is indices and calls[0]["tile_scheduler_metadata"] == "vLLM's"
+    return module, calls
+
+
+def arguments(tokens=16, columns=256, holes=0.9):
+    """What the backend passes, by name, and the reference's answer."""
+    q, cache, slots, want = problem(tokens, 2, columns, holes)
+    given = {
+        "q": q[None], "k_cache": cache[:, :, None], "block_table": None, "head_dim_v": 512, "cache_seqlens": None,
+        "tile_scheduler_metadata": SimpleNamespace(), "is_fp8_kvcache": True, "indices": slots[None].int(),
+        "softmax_scale": SCALE,
+    }  # fmt: skip
+    return given, want
+
+
+@pytest.mark.parametrize(("holes", "spilling"), [(0.9, False), (0.3, True)])
+def test_the_answer_is_the_same_from_fewer_columns(holes, spilling):
+    module, calls = backend()
+    given, want = arguments(holes=holes)
+    out, lse = module.flash_mla_with_kvcache(**given)
+    (call,) = calls
+    assert call["indices"].shape == (1, 16, 64) and call["indices"].is_contiguous()
+    assert ((given["indices"] >= 0).sum(-1) > 64).any() == spilling
+    some = (given["indices"][0] >= 0).any(-1).cpu()  # what a token without key gets, vLLM replaces
+    assert some.sum() >= 15 and out.shape == (1, 16, 2, 512) and lse.shape == (1, 2, 16)
+    assert agree(
+        (out[0].cpu()[some], lse[0].T.cpu()[some]), (want[0][some], want[1][some]), 64 if DEVICE == "cpu" else 256
+    )
+    own = {name: value for name, value in call.items() if name not in ("indices", "tile_scheduler_metadata")}
+    assert own.keys() == given.keys() - {"indices", "tile_scheduler_metadata"}
+    assert all(value is given[name] for name, value in own.items())
+
+
+def test_every_id_on_one_rank_is_still_attended_to():
+    """As where the interleave is longer than the prompt: the width holds an eighth, and nothing is dropped."""
+    module, _ = backend()
+    given, _ = arguments(holes=0.0)
+    out, lse = module.flash_mla_with_kvcache(**given)
+    cache = given["k_cache"][:, :, 0].cpu()
+    want = sparse_partial_reference(given["q"][0].cpu(), cache, given["indices"][0].cpu(), SCALE, "fp8_ds_mla")
+    some = (given["indices"][0] >= 0).any(-1).cpu()
+    assert agree(
+        (out[0].cpu()[some], lse[0].T.cpu()[some]), (want[0][some], want[1][some]), 64 if DEVICE == "cpu" else 256
+    )
+
+
+@pytest.mark.parametrize(
+    "case", ["few tokens", "one rank", "dense", "another cache", "two batches", "no name", "by place"]
+)
+def test_what_stays_as_it_is(case, group):
+    group.world_size = 1 if case == "one rank" else 8
+    given, _ = arguments(tokens=15 if case == "few tokens" else 16)
+    if case == "dense":
+        given["indices"] = None
+    elif case == "another cache":
+        given["k_cache"] = torch.zeros(1, 64, 1, 584, dtype=torch.uint8)
+    elif case == "two batches":
+        given |= {name: given[name].expand(2, *given[name].shape[1:]) for name in ("q", "indices")}
+    elif case == "no name":
+        del given["softmax_scale"]
+    by_place, calls = [given.pop("q")] if case == "by place" else [], []
+    module = SimpleNamespace(
+        flash_mla_with_kvcache=lambda *args, **kwargs: calls.append((args, kwargs)) or "vLLM's answer",
+        get_mla_metadata=None,
+    )  # fmt: skip
+    pack.pack_and_cut(module)
+    assert module.flash_mla_with_kvcache(*by_place, **given) == "vLLM's answer"
+    assert calls == [(tuple(by_place), given)]
+
+
+def test_one_schedule_a_step_for_each_width():
+    module, calls = backend()
+    step, (given, _) = SimpleNamespace(), arguments()
+    for metadata in (step, step, SimpleNamespace()):
+        module.flash_mla_with_kvcache(**given | {"tile_scheduler_metadata": metadata})
+    first, second, other = (call["tile_scheduler_metadata"] for call in calls)
+    assert first is second and other is not first and first is not step
 
 
 def test_it_is_wrapped_once_and_only_when_asked():
-    module = backend([])
-    pack.pack_and_cut(module)
+    module, _ = backend()
     once = module.flash_mla_with_kvcache
     pack.pack_and_cut(module)
     assert module.flash_mla_with_kvcache is once
-    assert pack.hooks("1") == {pack.MODULE: [pack.pack_and_cut]} and pack.hooks("") == pack.hooks("0") == {}
+    assert pack.hooks("1") == pack.hooks("True") == {pack.MODULE: [pack.pack_and_cut]}
+    assert pack.hooks("") == pack.hooks("0") == pack.hooks("off") == {}
