@@ -1,46 +1,54 @@
-"""`make fuzz`: the property tests with 10,000 examples each instead of 200; report to tests/figures/fuzz.json.
+"""`make fuzz`: every property test with 10,000 examples instead of 200; report to tests/figures/fuzz.json.
 
-python -m tests.fuzz config            those whose name holds one of these words, no report
+    python -m tests.fuzz                    all of them
+    python -m tests.fuzz config records     those whose file or name holds one of these words
+
+The report holds, for each property, how many examples its last run generated that passed, and at which commit. `make
+test` and this differ in the profile of tests/conftest.py alone.
 """
 
-import json
 import re
 import subprocess
 import sys
+import time
 from pathlib import Path
 
+from tests import figure
+
 ROOT = Path(__file__).resolve().parent.parent
-REPORT = ROOT / "tests" / "figures" / "fuzz.json"
+PYTEST = [
+    sys.executable,
+    *"-m pytest -q -p no:cacheprovider -p no:xdist -p no:nbval -m".split(),
+    "hypothesis and not gpu",
+]
+FUZZ = ["--hypothesis-profile=fuzz", "--hypothesis-show-statistics"]
+
+
+def main(words: list[str]) -> int:
+    """Run them one after the other, each written to the report once it has ended; 1 if one failed."""
+    chosen = [name for name in properties() if not words or any(word in name for word in words)]
+    known = figure.read("fuzz")["properties"] if (figure.FOLDER / "fuzz.json").exists() else {}
+    rows, here = {name: known[name] for name in properties() if name in known}, figure.surroundings()
+    for name in chosen:
+        began = time.monotonic()
+        done = subprocess.run([*PYTEST, *FUZZ, name], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+        passed = done.returncode == 0
+        rows[name] = {"passed": passed, "examples": examples(done.stdout), "commit": here["commit"]}
+        print(f"{time.monotonic() - began:5.0f} s  {rows[name]['examples']:6}  {name}", flush=True)
+        print("" if passed else done.stdout, end="", flush=True)
+        figure.write("fuzz", here | {"properties": dict(sorted(rows.items()))})
+    return 0 if chosen and all(rows[name]["passed"] for name in chosen) else 1
 
 
 def properties() -> list[str]:
-    """The files that hold property tests which take their number of examples from the profile."""
-    texts = {path: path.read_text() for path in sorted((ROOT / "tests").rglob("test_*.py"))}
-    return [str(p.relative_to(ROOT)) for p, text in texts.items() if "\n@given(" in text and "max_examples" not in text]
+    """The node ids of all property tests."""
+    listed = subprocess.run([*PYTEST, "--collect-only", "tests"], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    return re.findall(r"^(\S+\.py::\S+)$", listed.stdout, re.M)
 
 
-def main(wanted: list[str]) -> int:
-    """Run them; the exit status is pytest's."""
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--hypothesis-profile=fuzz"]
-    command += [
-        "--hypothesis-show-statistics",
-        "-m",
-        "not gpu",
-        *properties(),
-        "-k",
-        " or ".join(wanted or ["any", "shown"]),
-    ]
-    done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
-    print(done.stdout)
-    passing = {}
-    for block in re.split(r"\n(?=\S+::\S+:\n)", done.stdout):
-        if name := re.match(r"(\S+::\S+):\n", block):
-            phases = re.findall(r"during generate phase.*?(\d+) passing examples", block, re.S)
-            passing[name[1]] = sum(map(int, phases))
-    if not wanted and passing:
-        REPORT.parent.mkdir(exist_ok=True)
-        REPORT.write_text(json.dumps({"passed": done.returncode == 0, "examples": passing}, indent=1) + "\n")
-    return done.returncode
+def examples(statistics: str) -> int:
+    """How many passing examples the phase that generates them had."""
+    return sum(map(int, re.findall(r"during generate phase.*?(\d+) passing", statistics, re.S)))
 
 
 if __name__ == "__main__":

@@ -41,7 +41,9 @@ def damaged(draw, sound):
     """`sound` with up to four things wrong, at any depth: a value replaced, a name or item left out or added."""
     value = copy.deepcopy(sound)
     for _ in range(draw(st.integers(0, 4))):
-        holder, key = draw(st.sampled_from(places(value)))
+        if not (left := places(value)):
+            break
+        holder, key = draw(st.sampled_from(left))
         how = draw(st.sampled_from(["replace", "leave out", "add"]))
         if how == "replace":
             holder[key] = draw(VALUES)

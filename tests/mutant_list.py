@@ -23,7 +23,13 @@ PROCESS = "tests/test_process.py"
 CLI = "tests/test_cli.py -k fault_of_ours or at_the_door"
 NAN = "tests/test_cli.py -k whichever_typer"
 EXACT = "tests/test_exact.py -k attention_of_the_reference or every_dcp_size or flat_merge"
-TINY = "tests/tiny/test_tiny.py -k hold or tokenizer or filler or never_shows"
+TINY = "tests/tiny/test_tiny.py -k held_out_is or hold or tokenizer or filler or never_shows"
+COMBINE = "tests/test_combine.py"
+VERIFY = "tests/evidence/test_verify.py -k another_token or twentieth"
+DOCTOR = "tests/vllm/test_doctor.py -k too_few"
+PROBES = "tests/vllm/test_doctor_probes.py -k another_lse or nearer"
+COMPARE = "tests/vllm/test_compare.py -k no_number_on_one_side"
+HOSTILE = "tests/vllm/test_compare_hostile.py -k test_any"
 LADDER = "tests/evidence/test_ladder.py -k repaired_means"
 
 MUTANTS = [
@@ -137,6 +143,13 @@ MUTANTS = [
     ("dcp_fix/workspace.py", "tokens * -(-heads // HEAD_BLOCK)", "tokens * (heads // HEAD_BLOCK or 1)", WORKSPACE),
     # --- engine ---
     ("dcp_fix/engine/engine.py", "self.pool.close(table, tokens[:start])", "self.pool.close(table, tokens)", CACHED),
+    (
+        "dcp_fix/engine/engine.py",
+        "room = min(self.max_batch_tokens, unit - start % unit) if unit else self.max_batch_tokens",
+        "room = self.max_batch_tokens",
+        CACHED,
+    ),
+    ("dcp_fix/engine/engine.py", "            if self.attention.unit:\n", "            if False:\n", CACHED),
     (
         "dcp_fix/engine/sharded.py",
         "heads = -(-self.heads * self.dcp.size // workspace",
@@ -299,6 +312,44 @@ MUTANTS = [
     ),
     ("dcp_fix/exact.py", "        keep = (top - new_top).exp_()", "        keep = torch.ones_like(top)", EXACT),
     ("dcp_fix/tiny/corpus.py", "% HELD_OUT == 0", "% HELD_OUT == 1", TINY),
+    ("dcp_fix/combine.py", "key = (name, *row, dtype, like.device)", "key = (name, dtype, like.device)", COMBINE),
+    ("dcp_fix/engine/exact_attention.py", "classes, BLOCK * classes\n", "classes, BLOCK * dcp.size\n", CACHED),
+    # --- verify, compare, the doctor ---
+    ("dcp_fix/evidence/free_run.py", "LOGITS_APART = 0.05", "LOGITS_APART = 0.1", VERIFY),
+    ("dcp_fix/evidence/free_run.py", "min(first_token + 1,", "min(first_token,", VERIFY),
+    ("dcp_fix/vllm/compare.py", "(math.isnan(x) and math.isnan(y))", "math.isnan(x) or math.isnan(y)", COMPARE),
+    (
+        "dcp_fix/vllm/answers.py",
+        "if not isinstance(values, list) or not all(type(value) is int and",
+        "if not all(type(value) is int and",
+        HOSTILE,
+    ),
+    ("dcp_fix/vllm/answers.py", "except (KeyError, IndexError, TypeError,", "except (KeyError, TypeError,", HOSTILE),
+    ("dcp_fix/vllm/answers.py", "except (ValueError, RecursionError):", "except RecursionError:", HOSTILE),
+    (
+        "dcp_fix/vllm/doctor/probes/kernel.py",
+        "if slot >= 0}\n    lost",
+        "if slot > 0}\n    lost",
+        DOCTOR,
+    ),
+    (
+        "dcp_fix/vllm/doctor/probes/kernel.py",
+        'outside the batch overwritten"] if (topk != UNTOUCHED).any()',
+        'outside the batch overwritten"] if ((topk != UNTOUCHED) & (topk != -1)).any()',
+        DOCTOR,
+    ),
+    (
+        "dcp_fix/vllm/doctor/probes/merge.py",
+        "elif not torch.allclose(lse[row]",
+        "elif False and not torch.allclose(lse[row]",
+        PROBES,
+    ),
+    (
+        "dcp_fix/vllm/doctor/probes/workspace.py",
+        "always_bytes(rows, heads) / 2,",
+        "always_bytes(rows, heads) * 2,",
+        PROBES,
+    ),
     # --- whose tests start processes ---
     ("dcp_fix/process.py", " if signal.getsignal(n) is not signal.SIG_IGN]", "]", PROCESS),
     ("dcp_fix/process.py", "stop.number if isinstance(stop, Stopped) else signal.SIGINT", "signal.SIGINT", PROCESS),

@@ -3,35 +3,38 @@
     python -m tests.mutants                 every one
     python -m tests.mutants blocks exact    those whose file or change holds one of these words
 
-The report, tests/figures/mutants.json, holds the last outcome of each.
+The report, tests/figures/mutants.json, holds the last outcome of each, and at which commit.
 
 A mutant is (file, what stands there, what is put there, the tests that must notice). Each runs in a copy of this
-checkout, in a process forked from one that has imported torch, and dies when a test fails; it lives when all pass, and
-has "moved" when its text is no longer there exactly once. A defect is let loose on this machine: the tests must be safe
-to run with it, above all as root. Before that, the tests must pass without any mutant.
+checkout, in a process forked from one that has imported torch, and is "killed" when a test fails. It "lives" when all
+pass, "breaks" when nothing can be imported or the process dies, which no test can miss, "hangs" when the limit of time
+ends it, and has "moved" when its text is no longer there exactly once. A defect is let loose on this machine: the tests
+must be safe to run with it, above all as root. Before that, the tests must pass without any mutant.
 """
 
-import json
 import os
 import shutil
 import signal
+import stat
 import subprocess
 import sys
 import tempfile
 import time
 from pathlib import Path
 
+from tests import figure
 from tests.mutant_list import MUTANTS
 
 ROOT = Path(__file__).resolve().parent.parent
-REPORT = ROOT / "tests" / "figures" / "mutants.json"
 HARNESS = 99  # exit status of a child in which not the tests failed
+OUTCOMES = {0: "lives", 1: "killed", HARNESS: "untried"}  # by pytest's exit status
 LIMIT_S = 900.0  # of one mutant: who hangs has been noticed
 
 
 def main(words: list[str]) -> int:
     """Run the mutants, print a line for each, write the report; 1 if one lives or has moved."""
     chosen = [m for m in MUTANTS if not words or any(word in " ".join(m[:3]) for word in words)]
+    here = figure.surroundings()
     with tempfile.TemporaryDirectory() as folder:
         tree = copied(Path(folder) / "tree")
         preload()
@@ -41,19 +44,17 @@ def main(words: list[str]) -> int:
             if tests not in healthy:
                 healthy[tests] = outcome(tree, tests) == "lives"
                 print(f"{'pass' if healthy[tests] else 'FAIL'} without a mutant: {tests}", flush=True)
-            rows += [run(tree, *mutant)] if healthy[tests] else []
-            report(rows)
+            rows += [run(tree, *mutant) | {"commit": here["commit"]}] if healthy[tests] else []
+            assert stat.S_ISCHR(os.stat(os.devnull).st_mode), f"a mutant has replaced {os.devnull}"
+            report(here, rows)
     return 0 if len(rows) == len(chosen) and all(row["outcome"] == "killed" for row in rows) else 1
 
 
-def report(rows: list[dict]) -> None:
+def report(here: dict, rows: list[dict]) -> None:
     """Put these outcomes into the report, beside those of the other mutants of the present list."""
-    known = json.loads(REPORT.read_text())["rows"] if REPORT.exists() else []
-    last = {(row["file"], row["old"], row["new"], row["tests"]): row["outcome"] for row in known + rows}
-    tried = [(*mutant, last[mutant]) for mutant in MUTANTS if mutant in last]
-    names = ("file", "old", "new", "tests", "outcome")
-    REPORT.parent.mkdir(exist_ok=True)
-    REPORT.write_text(json.dumps({"rows": [dict(zip(names, row, strict=True)) for row in tried]}, indent=1) + "\n")
+    known = figure.read("mutants")["rows"] if (figure.FOLDER / "mutants.json").exists() else []
+    last = {(row["file"], row["old"], row["new"], row["tests"]): row for row in known + rows}
+    figure.write("mutants", here | {"rows": [last[mutant] for mutant in MUTANTS if mutant in last]})
 
 
 def copied(tree: Path) -> Path:
@@ -71,7 +72,9 @@ def copied(tree: Path) -> Path:
 
 def preload() -> None:
     """What every test needs and no mutant changes."""
-    import hypothesis  # noqa: F401
+    import anyio.pytest_plugin  # noqa: F401
+    import hypothesis.strategies  # noqa: F401
+    import pydantic  # noqa: F401
     import pytest  # noqa: F401
     import safetensors.torch  # noqa: F401
     import torch
@@ -105,7 +108,7 @@ def outcome(tree: Path, tests: str) -> str:
     while time.monotonic() < deadline:
         done, status = os.waitpid(child, os.WNOHANG)
         if done:
-            return {0: "lives", HARNESS: "untried"}.get(os.waitstatus_to_exitcode(status), "killed")
+            return OUTCOMES.get(os.waitstatus_to_exitcode(status), "breaks")
         time.sleep(0.05)
     os.killpg(child, signal.SIGKILL)
     os.waitpid(child, 0)
@@ -113,10 +116,10 @@ def outcome(tree: Path, tests: str) -> str:
 
 
 def in_child(tree: Path, tests: str) -> int:
-    """Pytest over the copy, its output thrown away."""
+    """Pytest over the copy. Its output goes into a file beside it: what a mutant replaces must not be a device."""
     import pytest
 
-    nowhere = os.open(os.devnull, os.O_RDWR)
+    nowhere = os.open(tree.parent / "output", os.O_RDWR | os.O_CREAT | os.O_TRUNC)
     for number in (0, 1, 2):
         os.dup2(nowhere, number)
     os.chdir(tree)
@@ -125,7 +128,7 @@ def in_child(tree: Path, tests: str) -> int:
     for name in [name for name in sys.modules if name.split(".")[0] in ("tests", "dcp_fix")]:
         del sys.modules[name]
     sys.dont_write_bytecode = True
-    return int(pytest.main(["-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", *words(tests)]))
+    return int(pytest.main(["-x", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", "-p", "no:nbval", *words(tests)]))
 
 
 def words(tests: str) -> list[str]:

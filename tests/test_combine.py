@@ -204,6 +204,20 @@ def test_direct_workspace_keeps_its_addresses(method):
     assert LocalGroup.run(2, addresses) == [1, 1]
 
 
+@pytest.mark.parametrize("method", METHODS)
+def test_one_manager_serves_layers_with_other_heads(method):
+    """8 heads, then 16, then 8 again: buffers are kept by shape."""
+    given = [partials(2, 3, heads, 5)[:2] for heads in (8, 16, 8)]
+
+    def answers(group):
+        manager = CombineManager(group, method, max_rows=4)
+        return [manager.combine(out[group.rank], lse[group.rank], decode_only=True).clone() for out, lse in given]
+
+    ranks = LocalGroup.run(2, answers)
+    for number, (out, lse) in enumerate(given):
+        assert same_bytes(torch.cat([one[number] for one in ranks], dim=1), merge_partials(out, lse)[0])
+
+
 def test_manager_converts_the_base_once():
     out, lse, _ = partials(2, 3, 4, 5, seed=9)
     run = lambda group, scale, base: CombineManager(group, base=base).combine(out[group.rank], lse[group.rank] * scale)  # noqa: E731

@@ -118,7 +118,7 @@ def same(a, b):
     return all(same_bytes(x.contiguous(), y.contiguous()) for x, y in zip(a, b, strict=True))
 
 
-@many(max_examples=2000)
+@many(max_examples=max(2000, settings().max_examples))
 @given(CASES, st.sampled_from(SIZES[1:]), st.integers(1, 4), st.integers(1, 4))
 def test_the_same_bits_at_every_dcp_size(case, size, chunk, other_chunk):
     one, many = attention(case, 1, chunk), attention(case, size, other_chunk)
@@ -235,7 +235,7 @@ def cached(pool, asked):
     return found
 
 
-@many(max_examples=300)
+@many()
 @given(requests)
 def test_a_hit_is_the_same_at_every_dcp_size(asked):
     hits = [cached(RunPool(64 // size, 1, size, CLASSES // size), asked) for size in SIZES]

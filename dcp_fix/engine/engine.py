@@ -120,7 +120,7 @@ class Engine:
         tokens, logits, start = list(prompt_ids), [], cached
         try:
             while start < len(prompt_ids):
-                end = min(start + self.max_batch_tokens, len(prompt_ids))
+                end = self.batch_end(start, len(prompt_ids))
                 row = self.forward(tokens[start:end], start, block_table, decode=False)
                 start = end
             while True:
@@ -131,8 +131,16 @@ class Engine:
                 row = self.decode(tokens[-1], start, block_table)
                 start += 1
         finally:
+            if self.attention.unit:
+                start = min(start, len(prompt_ids))  # a fresh engine would not compute the rest one by one
             self.pool.close(table, tokens[:start])  # rows that are in the cache, whole or up to where a batch failed
         return Generation(tokens[len(prompt_ids) :], torch.stack(logits).float().cpu(), cached)
+
+    def batch_end(self, start: int, length: int) -> int:
+        """Where a prefill batch ends that begins at `start` of `length` tokens: in exact mode wherever a hit can."""
+        unit = self.attention.unit
+        room = min(self.max_batch_tokens, unit - start % unit) if unit else self.max_batch_tokens
+        return min(start + room, length)
 
     def forward(self, tokens: list[int], start: int, block_table: Tensor, decode: bool) -> Tensor:
         """One batch through the model: the logits [vocab] after its last token."""

@@ -5,7 +5,9 @@ exact.py makes attention independent of D. What else in a batch would know D, an
     prefix cache     a hit covers whole blocks on every rank, 64 * D tokens. How many tokens are computed decides the
                      shape, and so the bits, of every projection. Exact mode hands out runs of C / D blocks: a hit, a
                      request and an eviction count in 64 * C tokens at every D. Up to 64 * (C - D) tokens more are
-                     recomputed than the ordinary mode would.
+                     recomputed than the ordinary mode would. So that a hit has the bits of a fresh engine too, every
+                     prefill batch ends where a hit can, and only rows that a prefill wrote are handed on: those of
+                     decode steps were computed one by one, in another shape.
     pieces           rows that go through the sparse path at once; their projections are products too. They are cut
                      at ROUTE_ROWS alone; the workspace budget streams the leaves inside a piece (exact.plan, which
                      also replaces `Ops.plan`), and a piece's node, ROUTE_ROWS rows of the group's heads, is not in it.
@@ -76,7 +78,7 @@ class ExactAttention(ShardedAttention):
 
     def __init__(self, config, heads: int, dcp: Group, *, combine: str, classes: int, **options) -> None:
         super().__init__(config, heads, dcp, combine=next(iter(CombineManager.methods)), **options)
-        self.classes = classes
+        self.classes, self.unit = classes, BLOCK * classes
         positions = torch.arange(config.max_position_embeddings, device=self.cos_sin.device)
         self.leaf_of = local_class(positions, classes, dcp.size, self.interleave).to(torch.int16)
         self.manager = ExactManager(dcp, combine, DIRECT_ROWS)

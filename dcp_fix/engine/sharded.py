@@ -89,6 +89,8 @@ class Batch:
 class ShardedAttention:
     """One rank's caches, buffers and attention. Call `begin` for a batch, then once per layer in order."""
 
+    unit = 0  # tokens: no prefill batch may go beyond a multiple of it; 0 = the engine cuts as it likes
+
     def __init__(
         self, config: Config, heads: int, dcp: Group, *, num_blocks: int, interleave: int, cache_format: str,
         combine: str, ops: Ops, scratch: Scratch, workspace_budget: int, max_batch_tokens: int, share: Callable,

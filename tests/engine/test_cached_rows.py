@@ -1,6 +1,7 @@
 """What a request finds in the cache: rows that were written and nothing else, wherever its blocks lie."""
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -39,6 +40,28 @@ def test_a_block_is_shared_once_its_last_row_is_written(model):
     prompt = random_tokens(BLOCK - 4, seed=1)
     first = engine.generate(prompt, 5)
     assert engine.generate(prompt + first.tokens + random_tokens(10, seed=2), 1).cached == BLOCK
+
+
+@pytest.mark.parametrize("topk", [64, 192])
+def test_in_exact_mode_a_hit_has_the_bits_of_a_fresh_engine(model, topk):
+    """Dense prefill over cached context and sparse prefill; and rows that decode steps wrote are not handed on."""
+    model = Model(replace(model.config, index_topk=topk), model.weights)
+    shared, answered = random_tokens(141, seed=3), random_tokens(126, seed=5)
+    prompts = [shared + random_tokens(count, seed=count) for count in (1, 38, 119)]
+
+    def rank(group, size):
+        make = partial(Engine, model, group, dcp_size=size, combine="exact", classes=2, max_length=512)
+        engine = make()
+        first = engine.generate(answered, 4)
+        follow = answered + first.tokens + random_tokens(9, seed=6)
+        engine.generate(shared, 1)
+        return [(engine.generate(prompt, 2), make().generate(prompt, 2)) for prompt in [follow, *prompts]]
+
+    by_size = [LocalGroup.run(2, rank, size)[0] for size in (1, 2)]
+    for pairs in by_size:
+        assert [got.cached for got, _ in pairs] == [0, 128, 128, 128]
+        assert all(same_bytes(got.logits, want.logits) for got, want in pairs)
+    assert all(same_bytes(one.logits, two.logits) for (one, _), (two, _) in zip(*by_size, strict=True))
 
 
 @pytest.mark.parametrize("dcp_size, interleave", [(1, 1), (2, 1), (4, 16)])

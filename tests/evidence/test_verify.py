@@ -100,6 +100,19 @@ def test_a_difference_is_found_and_placed(changed, same, first_token, first_laye
     assert (rows[1].same, rows[1].first_token, rows[1].first_layer) == (same, first_token, first_layer)
 
 
+def test_the_step_that_chose_another_token_counts_and_later_ones_do_not():
+    """Up to there both have the same context."""
+    later = run(2, tokens=(5, 7, 8), logits=((1.0, 8.0), (6.0, 4.0), (0.0, 99.0)))
+    got = verify.compare([run(1, (5, 6, 9), ((1.0, 8.0), (2.0, 4.0), (7.0, 1.0))), later], SETTINGS, CONFIG)[1]
+    assert (got.first_token, got.apart) == (1, 0.5)
+
+
+@pytest.mark.parametrize(("apart", "same"), [(0.049, True), (0.051, False), (0.09, False)])
+def test_logits_are_the_same_up_to_a_twentieth_of_the_largest(apart, same):
+    other = ((1.0, 8.0), (2.0, 4.0 + 8.0 * apart))
+    assert verify.compare([run(1), run(2, logits=other)], SETTINGS, CONFIG)[1].same is same
+
+
 def test_logits_are_measured_in_units_of_the_largest():
     apart = [[1.0, 8.0], [2.0, 4.0 + 2**-20]]
     got = verify.compare([run(1), run(2, logits=apart)], SETTINGS, CONFIG)[1]

@@ -59,6 +59,13 @@ def test_training_never_shows_a_held_out_pair_and_prompts_ask_for_nothing_else()
     assert all(fact.held_out for fact in asked)
 
 
+def test_held_out_is_what_the_checkpoint_that_ships_was_never_shown():
+    """Another choice would ask it, as if it were new, for what it has learned."""
+    pair = lambda key, place: corpus.Fact(corpus.KEYS[key], corpus.PLACES[place], "red", "hall")  # noqa: E731
+    assert all(pair(key, place).held_out for key, place in ((0, 0), (3, 5), (5, 3), (1, 15)))
+    assert not any(pair(key, place).held_out for key, place in ((0, 1), (3, 3), (7, 2), (4, 0)))
+
+
 @pytest.mark.parametrize("stage", train.STAGES, ids=lambda s: f"{s.kind}-{max(s.lengths)}")
 def test_training_texts_have_their_length_and_mark_targets(stage):
     for length in stage.lengths:

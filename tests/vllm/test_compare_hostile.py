@@ -1,5 +1,6 @@
 """What lies between compare and a server: broken answers, proxies, certificates, names, drips, passwords."""
 
+import json
 import socket
 import threading
 import time
@@ -7,10 +8,13 @@ from contextlib import contextmanager
 
 import httpx
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from dcp_fix.errors import UserError
-from dcp_fix.vllm import address, compare, compare_ask, endpoint
+from dcp_fix.vllm import address, answers, compare, compare_ask, endpoint
 from dcp_fix.vllm.endpoint import Endpoint
+from tests.json_values import VALUES, damaged
 from tests.serve import openai, serving
 from tests.vllm.test_compare import SHORT, closed_port, edited, refused, run, status, stub
 
@@ -27,6 +31,59 @@ def quick(monkeypatch):
     for name in PROXIES:
         monkeypatch.delenv(name, raising=False)
         monkeypatch.delenv(name.lower(), raising=False)
+
+
+# --- whatever a server answers ----------------------------------------------------------------------------------------
+
+LOGPROBS = {"token_logprobs": [-0.5, -1.5]}
+CHOICE = {"text": "a b", "token_ids": [5, 6], "prompt_token_ids": [1, 2], "logprobs": LOGPROBS, "finish_reason": "stop"}
+DETAILS = {"cached_tokens": 1}
+SOUND = {
+    "choices": [CHOICE], "usage": {"prompt_tokens": 2, "completion_tokens": 2, "prompt_tokens_details": DETAILS}
+}  # fmt: skip
+
+
+def one_line(failure):
+    assert str(failure).isprintable() and len(str(failure)) < 1000
+
+
+# The fixture above is of no account here.
+any_answer = settings(suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
+
+
+@any_answer
+@given(st.sampled_from([200, 200, 404, 503]), st.binary(max_size=60) | VALUES.map(json.dumps).map(str.encode))
+def test_any_content_is_json_or_one_line(status, content):
+    try:
+        got = answers.json_of(status, content, None)
+    except answers.Failure as failure:
+        one_line(failure)
+        assert failure.passing == (status != 404)
+    else:
+        assert status == 200 and json.dumps(got) == json.dumps(json.loads(content))
+
+
+@any_answer
+@given(damaged(SOUND))
+def test_any_answer_is_a_completion_as_it_is_or_one_line(answer):
+    try:
+        got = answers.completion(answer)
+    except answers.Failure as failure:
+        return one_line(failure)
+    choice, usage = answer["choices"][0], answer["usage"]
+    assert got.text == choice["text"] and got.token_ids in (None, choice.get("token_ids"))
+    assert (got.prompt_ids, got.prompt_tokens) == (choice.get("prompt_token_ids"), usage["prompt_tokens"])
+    assert isinstance(got.encoded, bytes) and (got.token_ids is None or all(type(i) is int for i in got.token_ids))
+
+
+@any_answer
+@given(damaged({"data": [{"id": "a"}, {"id": "b"}]}) | VALUES)
+def test_any_list_of_models_is_names_or_one_line(answer):
+    try:
+        names = answers.model_names(answer)
+    except answers.Failure as failure:
+        return one_line(failure)
+    assert names == [card["id"] for card in answer["data"]] and all(isinstance(name, str) for name in names)
 
 
 # --- answers that are broken off, or not whole ------------------------------------------------------------------------

@@ -119,7 +119,7 @@ def test_truncated_and_damaged_wheels(tmp_path):
     assert "damaged or truncated" in refusal(path)
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
 @given(seed=st.integers(0, 1 << 32), flips=st.integers(1, 4))
 def test_flipped_bytes_make_a_damaged_wheel_and_nothing_worse(tmp_path, seed, flips):
     path, generator = tmp_path / "flipped.whl", random.Random(seed)
