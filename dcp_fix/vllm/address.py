@@ -13,7 +13,7 @@ import httpx
 
 from dcp_fix.errors import UserError, shown
 
-LABEL = re.compile(r"[^\s.@/\\]{1,63}")
+LABEL = re.compile(r"[^\s.@/\\%]{1,63}")  # % is what became of a blank
 CERTIFICATES = ("SSL_CERT_FILE", "SSL_CERT_DIR")
 
 

@@ -338,6 +338,7 @@ def test_a_name_that_no_host_can_have_is_one_line(host):
     with pytest.raises(UserError) as refusal:
         Endpoint("B", f"http://{host}:8000").models()
     assert "endpoint B" in str(refusal.value) and len(str(refusal.value).splitlines()) == 1
+    assert str(refusal.value).endswith("say http://host:port"), "refused at the door, and not by a resolver"
     str(refusal.value).encode()
 
 

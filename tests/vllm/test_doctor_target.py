@@ -150,10 +150,13 @@ BIG = "x" * (96 << 20)
 
 
 def peak_of(path):
-    """MiB that reading the wheel takes above what the interpreter takes, and what was said."""
+    """MiB that reading the wheel takes above what the interpreter takes, and what was said.
+
+    By VmHWM, which a process begins anew: the maximum of getrusage is that of its parent as well.
+    """
     code = (
-        "import resource, sys\nfrom dcp_fix.errors import UserError\nfrom dcp_fix.vllm.doctor.opening import opened\n"
-        "kib = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\nbefore = kib()\n"
+        "import re, sys\nfrom dcp_fix.errors import UserError\nfrom dcp_fix.vllm.doctor.opening import opened\n"
+        "kib = lambda: int(re.search(r'VmHWM:\\s+(\\d+)', open('/proc/self/status').read())[1])\nbefore = kib()\n"
         "try:\n    with opened(sys.argv[1]) as found: said = found.version\n"
         "except UserError as error: said = error\nprint((kib() - before) >> 10, said)"
     )

@@ -10,14 +10,19 @@ the digests of its files, not by its version: a patched 0.30.0 is not 0.30.0.
 """
 
 import hashlib
-import json
 import platform
 import re
 import subprocess
 import sys
 from dataclasses import asdict
 from pathlib import Path
+from typing import Annotated, Literal
 
+from pydantic import Field
+
+from dcp_fix.bounded import MIB, read_json
+from dcp_fix.schema import Schema, allowed, checked
+from dcp_fix.vllm.doctor.messages import Verdict
 from dcp_fix.vllm.doctor.opening import opened
 from dcp_fix.vllm.doctor.probes import PROBES
 from dcp_fix.vllm.doctor.probes.recorded import RECORDED, workspace_verdict
@@ -26,6 +31,7 @@ from dcp_fix.vllm.doctor.release import fetch_release
 from dcp_fix.vllm.doctor.target import TargetError
 
 MATRIX = Path(__file__).parent / "release_matrix.json"
+LARGEST = 4 * MIB
 FIRST = (0, 26, 0)
 # The files that decide the probes which the plugin acts upon; a release has some of them.
 DECISIVE = (
@@ -37,6 +43,39 @@ DECISIVE = (
     "vllm/distributed/device_communicators/pynccl.py",
 )
 SYMBOLS = {"ok": "ok", "defect": "**defect**", "not-applicable": "n/a", "not-run": "not run"}
+
+
+class Reached(Schema):
+    """Who runs the module that the probes of the kernel and of the layer look at, as reach.py tells it."""
+
+    default: bool | None = allowed("true, false or null")
+    short: str = allowed("text")
+    how: str = allowed("text")
+
+
+class Row(Verdict):
+    """A finding of the doctor, as its JSON has it."""
+
+    reference: str = allowed("text")
+    remedy: str = allowed("text")
+
+
+class Release(Schema):
+    """One release; `files`: digests of those of DECISIVE that it has."""
+
+    target: str = allowed("text")
+    version: str = allowed("a final version", pattern=r"^\d+\.\d+\.\d+$")
+    reach: Reached = allowed("an object")
+    probes: list[Row] = allowed(f"{len(PROBES)} findings", min_length=len(PROBES), max_length=len(PROBES))
+    files: dict[Literal[DECISIVE], Annotated[str, Field(pattern="^[0-9a-f]{64}$")]] = allowed("SHA256 by file")
+
+
+class Matrix(Schema):
+    """The whole file."""
+
+    command: str = allowed("a command line")
+    versions: dict[str, str] = allowed("an object of versions")
+    releases: list[Release] = allowed("a list of releases, not empty", min_length=1)
 
 
 def published_releases() -> list[str]:
@@ -95,6 +134,8 @@ def record():
         result["releases"] = {release["version"]: workspace_of(release) for release in entries}
     else:
         result["releases"] = entries
+    if path == MATRIX:
+        checked(Matrix, result, "what was found")
     write_json(path, result)
 
 
@@ -108,8 +149,10 @@ def workspace_of(release: dict) -> dict:
 
 
 def load() -> dict:
-    """The committed matrix."""
-    return json.loads(MATRIX.read_text(encoding="utf-8"))
+    """The committed matrix. Raises UserError for a damaged file of ours; FileNotFoundError."""
+    loaded = read_json(MATRIX, LARGEST)
+    checked(Matrix, loaded, f"dcp_fix's own {MATRIX.name}")
+    return loaded
 
 
 def recorded_defects(root: Path) -> set[str] | None:
