@@ -190,6 +190,15 @@ def test_what_could_only_hang_or_fail_later_is_refused_at_the_door(monkeypatch, 
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("option, most", [("--tokens", cli.MOST_TOKENS), ("--contexts", cli.MOST_CONTEXT)])
+def test_sizes_of_a_benchmark_are_bounded_where_it_would_run(monkeypatch, capsys, option, most):
+    """On a CPU, where nothing else refuses them."""
+    benchmark = stand_in(monkeypatch, dcp_fix.evidence, "bench")
+    assert run_main(monkeypatch, "bench", "--device", "cpu", option, str(most + 1)) == 2
+    assert f"at most {most}" in capsys.readouterr().err and benchmark.calls == []
+    assert run_main(monkeypatch, "bench", "--device", "cpu", option, str(most)) == 0 and len(benchmark.calls) == 1
+
+
 def test_a_time_that_is_no_number_is_refused_by_whichever_typer():
     """NaN is neither below a limit nor above it: older ones let it pass."""
     assert cli.finite(1.5) == 1.5 and cli.finite(None) is None
