@@ -4,7 +4,8 @@
 
 A path may name a folder, a FIFO that nobody writes to, a device without an end, a loop of links. The file is opened
 without waiting, must be a regular one (links are followed) and of `most` bytes at most; of JSON every integer is short,
-no name of an object comes twice, and NaN is none. Whatever is wrong is one UserError that begins with the path.
+no name of an object comes twice, and NaN is none (but where files of Python's writer are to be read, `nan`). Whatever
+is wrong is one UserError that begins with the path.
 
 It does not: say what the values may be (schema.py), or guard against a file that changes while it is read.
 """
@@ -62,16 +63,20 @@ def read_bytes(path: Path, most: int) -> bytes:
     return data
 
 
-def read_json(path: Path, most: int):
+def read_json(path: Path, most: int, nan: bool = False):
     """The value that a JSON file of at most `most` bytes holds. Raises UserError; FileNotFoundError."""
-    return parse_json(read_bytes(path, most), shown(path))
+    return parse_json(read_bytes(path, most), shown(path), nan)
 
 
-def parse_json(data: bytes, name: str):
-    """The value of JSON text that came from `name`. Raises UserError for anything that is not plain JSON."""
+def parse_json(data: bytes, name: str, nan: bool = False):
+    """The value of JSON text that came from `name`. Raises UserError for anything that is not plain JSON.
+
+    `nan`: let NaN and the infinities pass, which are none, but which Python writes.
+    """
+    constant = float if nan else no_constant
     try:
         return json.loads(
-            data.decode("utf-8"), parse_int=short_int, parse_constant=no_constant, object_pairs_hook=named_once
+            data.decode("utf-8"), parse_int=short_int, parse_constant=constant, object_pairs_hook=named_once
         )
     except RecursionError:
         raise UserError(f"{name}: nested too deeply; restore the file") from None

@@ -18,19 +18,23 @@ class UserError(ValueError):
     """
 
 
+def escaped(text: str) -> str:
+    """`text` with everything written out that a terminal would obey or no encoding has: controls, lone surrogates."""
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
+
+
 def shown(value: object, most: int = LONGEST) -> str:
-    """Text of somebody else for a terminal: what does not print is escaped, what is long is cut.
+    """Text of somebody else for a terminal: `escaped`, and at most `most` characters of that.
 
     Not for markup: rich must be told `markup=False`.
 
-    >>> shown("a\\x1b[31mred\\nb"), shown("é" + chr(0xDC80)), shown("x" * 9, most=4)
-    ('a\\\\x1b[31mred\\\\nb', 'é\\\\udc80', 'xxxx... (9 characters)')
+    >>> shown("a\\x1b[31mred\\nb"), shown("é" + chr(0xDC80)), shown("x" * 9, most=8), shown("\\x1b" * 9, most=8)
+    ('a\\\\x1b[31mred\\\\nb', 'é\\\\udc80', 'xxxxx...', '\\\\x1b\\\\...')
     """
-    text = str(value)
-    rest = f"... ({len(text)} characters)" if len(text) > most else ""
-    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text[:most]) + rest
+    safe = escaped(str(value)[: most + 1])
+    return safe if len(safe) <= most else safe[: most - 3] + "..."
 
 
 def shown_lines(value: object) -> str:
-    """A message of one or more lines, each of them as `shown` has it, none cut."""
-    return "\n".join(shown(line, len(line)) for line in str(value).split("\n"))
+    """A message of one or more lines, each of them `escaped`, none cut."""
+    return "\n".join(map(escaped, str(value).split("\n")))

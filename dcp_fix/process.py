@@ -9,6 +9,7 @@ A signal that this process was told to ignore (nohup, a script's background job)
 It does not: start processes (ranks/launch.py), or decide what a status means (errors.py).
 """
 
+import io
 import os
 import signal
 import sys
@@ -49,14 +50,36 @@ def stoppable() -> Iterator[None]:
             signal.signal(number, handler)
 
 
+class Forgiving(io.TextIOWrapper):
+    """Standard error that may be full or have no reader left: what is said there is lost, and nothing else."""
+
+    def write(self, text: str) -> int:
+        try:
+            return super().write(text)
+        except OSError:
+            to_nowhere(self)
+            return len(text)
+
+    def flush(self) -> None:
+        try:
+            super().flush()
+        except OSError:
+            to_nowhere(self)
+
+
 def ready_streams() -> None:
-    """Make standard output and error fit for any text: closed ones lead nowhere, what they cannot encode is escaped."""
+    """Make standard output and error fit for any text: closed ones lead nowhere, what they cannot encode is escaped.
+
+    Standard error forgives: what cannot be said there must not hide the status, nor keep a file from being written.
+    """
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         if getattr(sys, name) is None:
             stream = open(os.devnull, "r" if number == 0 else "w")
             if stream.fileno() != number:  # the number is free, and the next file would get it, and what is printed
                 os.dup2(stream.fileno(), number)
             setattr(sys, name, stream)
+    if sys.stderr is sys.__stderr__:
+        sys.stderr = Forgiving(sys.stderr.buffer, sys.stderr.encoding, line_buffering=True)
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")

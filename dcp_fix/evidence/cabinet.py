@@ -21,8 +21,8 @@ from dcp_fix import planted
 from dcp_fix.combine import METHODS
 from dcp_fix.engine.engine import resolve_device
 from dcp_fix.engine.model import Model
-from dcp_fix.evidence import forced, ladder_report, machine, verify, verify_report
-from dcp_fix.evidence.records import record
+from dcp_fix.evidence import forced, ladder_report, verify, verify_report
+from dcp_fix.evidence.records import deliver_record
 from dcp_fix.evidence.steps import BOUNDS
 from dcp_fix.evidence.verify_settings import Settings, planted_ops
 from dcp_fix.kv_cache import CACHE_FORMATS
@@ -94,9 +94,7 @@ def main(settings: Settings, record_path: Path | None = None, timeout: float = T
         except GroupError as error:
             raise error.__cause__ or error from None
     results = as_json(settings, verify.device_name(device), good, bad)
-    if record_path:
-        record(record_path, machine.command_line(), results)
-    show(settings, good, bad, results)
+    deliver_record(record_path, lambda: results, show, settings, good, bad, results)
     return 0 if results["ok"] else launch.DIFFERS
 
 

@@ -16,11 +16,13 @@ from datetime import UTC, datetime, timedelta
 from dcp_fix import broken, equality, workspace
 from dcp_fix.engine.sharded import H200_SMS
 from dcp_fix.evidence import ladder, recorded
+from dcp_fix.evidence.consistency_real import in_real_ladder
 from dcp_fix.tiny import corpus
 
 FIRST_YEAR = 2025
 DIGEST = re.compile("[0-9a-f]{64}")
 EPS = {"bfloat16": 2.0**-7, "float32": 2.0**-23}
+FASTER = 1.5  # than the floor of a copy through memory: a cache may serve a part
 MOST_APART = 0.05  # of the largest logit, where two runs are said to be the same
 
 
@@ -31,8 +33,14 @@ def contradictions(record: dict) -> list[str]:
         found += in_ladder(run)
     for run in recorded.verifications(record):
         found += in_verification(run)
+    for run in recorded.real_ladders(record):
+        found += in_real_ladder(run)
+    for run in recorded.cabinets(record):
+        found += in_cabinet(run)
     for run in recorded.timings(record):
         found += in_timings(run)
+    for run in recorded.kernels(record):
+        found += in_kernels(run)
     for part in recorded.parts(record):
         found += [text for row in part.get("workspace", ()) for text in in_workspace(row)]
     if "tests" in record["results"] and not recorded.outcomes(record):
@@ -98,8 +106,9 @@ def judged(name: str, answer: dict, prompt, reference: dict) -> Iterator[str]:
     yield from (
         f"{name}: {key} {answer[key]}, and it is {value}" for key, value in truth.items() if answer[key] != value
     )
-    if not (math.isfinite(answer["smallest_margin"]) and answer["smallest_margin"] >= 0):
-        yield f"{name}: a margin of {answer['smallest_margin']}"
+    margin = answer["smallest_margin"]  # None: a logit was no number, as no reference has it
+    if (margin is None and answer is reference) or (margin is not None and not 0 <= margin < math.inf):
+        yield f"{name}: a margin of {margin}"
 
 
 def ladder_verdict(run: dict) -> Iterator[str]:
@@ -133,6 +142,12 @@ def in_verification(run: dict) -> Iterator[str]:
     bad = [row for row in rows if not row["same"] or (settings["logits"] and not row["logits_identical"])]
     if run["ok"] and (bad or run["odd_ranks"]):
         yield f"ok, with {len(bad)} runs that differ and odd ranks {run['odd_ranks']}"
+    for row in run.get("forced", ()):
+        yield from in_forced(row, run["bounds"])
+        if run["ok"] and not row["ok"]:
+            yield f"ok, and DCP{row['dcp']} parts from DCP1 on {row['case']}"
+    if run["ok"] is not (" the same " in run["verdict"]):
+        yield f"the verdict of a verification: {run['verdict']}"
 
 
 def compared(name: str, row: dict, reference: dict, eps: float) -> Iterator[str]:
@@ -158,6 +173,36 @@ def compared(name: str, row: dict, reference: dict, eps: float) -> Iterator[str]
         yield f"{name}: the same, with {apart} apart and first other token {row['first_token']}"
 
 
+# --- step by step -----------------------------------------------------------------------------------------------------
+
+
+def in_forced(row: dict, bounds: dict[str, float]) -> Iterator[str]:
+    """A forced run: what it says of its largest differences, held against the bounds that stand beside it."""
+    name = f"forced, DCP{row['dcp']}, {row['case']}"
+    over = {step for step, size in row["largest"].items() if size is None or size > bounds.get(step, 0)}
+    if row["first"] and row["first"]["bound"] == 0:  # where exact mode promises bits
+        over.add(row["first"]["step"])
+    if row["ok"] is not (row["first"] is None) or row["ok"] is bool(over):
+        yield f"{name}: ok {row['ok']}, with {', '.join(sorted(over)) or 'no step'} beyond its bound"
+    elif row["first"] and row["first"]["step"] not in over:
+        yield f"{name}: parts at {row['first']['step']}, which is within its bound"
+
+
+def in_cabinet(run: dict) -> Iterator[str]:
+    """A cabinet: every run against its bounds, every planted defect caught where it shows, and the verdict."""
+    for row in (*run["healthy"], *run["planted"]):
+        yield from in_forced(row, run["bounds"])
+    for row in run["planted"]:
+        if row["named"] is not (row["first"] is not None and row["first"]["step"] == row["shows"]):
+            yield f"planted {row['name']}: named {row['named']}, and it parts at {row['first']}"
+    passed, names = sum(row["ok"] for row in run["healthy"]), {row["name"] for row in run["planted"]}
+    named = sum(all(row["named"] for row in run["planted"] if row["name"] == name) for name in names)
+    ok = passed == len(run["healthy"]) > 0 and named == len(names) > 0
+    said = f"{passed} of {len(run['healthy'])} healthy runs pass; {named} of {len(names)} planted"
+    if run["ok"] is not ok or not run["verdict"].startswith(said):
+        yield f"the verdict of a cabinet: {run['verdict']}"
+
+
 # --- bytes and times --------------------------------------------------------------------------------------------------
 
 
@@ -179,3 +224,13 @@ def in_timings(run: dict) -> Iterator[str]:
             yield f"benchmark, {row}"
         if (row["bytes"] > 0) is not (row["dcp"] > 1):
             yield f"benchmark: {row['bytes']} bytes sent at DCP{row['dcp']}"
+
+
+def in_kernels(run: dict) -> Iterator[str]:
+    """Kernels: right before they were timed, times in order and not below what the hardware can do."""
+    if not run["kernels"]:
+        yield "a benchmark of no kernel"
+    for row in run["kernels"]:
+        ordered = 0 < row["low"] <= row["us"] <= row["high"] < 1e9 and row["floor_us"] <= FASTER * row["us"]
+        if not ordered or not 0 <= row["error"] <= row["allowed"]:
+            yield f"kernel, {row}"

@@ -24,6 +24,7 @@ from dcp_fix.engine.exact_attention import METHODS as EXACT
 from dcp_fix.engine.exact_attention import RunPool
 from dcp_fix.engine.model import Model
 from dcp_fix.engine.sharded import Ops
+from dcp_fix.evidence.reference import check_reference
 from dcp_fix.evidence.steps import BOUNDS, STEPS, Finding
 from dcp_fix.evidence.witness import Parted, Witness
 from dcp_fix.kv_cache import BLOCK
@@ -124,6 +125,8 @@ def run_case(case: Case, engine: Engine, witness: Witness) -> None:
         if case.first:
             engine.generate(list(case.first), 1)
         generation = engine.generate(list(case.prompt), STEPS_DECODED + 1)
+        if witness.reference is None:
+            check_reference(f"DCP1, {case.name} tokens", generation.logits)
         witness.finish(len(case.prompt) + len(generation.tokens) - 1)
     except Parted:
         pass  # what follows has other inputs; the witness has noted it

@@ -18,6 +18,7 @@ from dcp_fix.engine.model import Model
 from dcp_fix.engine.sharded import Ops
 from dcp_fix.equality import digest, first_difference, ulps_apart
 from dcp_fix.evidence import forced, ladder
+from dcp_fix.evidence.reference import check_reference
 from dcp_fix.evidence.verify_settings import Settings
 from dcp_fix.evidence.witness import Witness
 from dcp_fix.ranks.group import Group
@@ -104,6 +105,8 @@ def answers(
             rows = len(prompt.ids) + min(len(generation.tokens) - 1, forced.STEPS_DECODED)
             witness.finish(rows)
             witness.leave(engine)
+        if size == settings.dcp[0]:
+            check_reference(f"DCP{size}, {name} tokens, prompt {number}", generation.logits)
         runs.append(Run(size, name, number, generation, traced.digests))
     return runs
 

@@ -28,9 +28,8 @@ from rich.progress import track
 from rich.table import Table
 
 from dcp_fix.errors import UserError
-from dcp_fix.evidence import machine
 from dcp_fix.evidence.kernel_cases import WORKS, Case
-from dcp_fix.evidence.records import record
+from dcp_fix.evidence.records import deliver_record
 from dcp_fix.evidence.upstream import Pieces
 
 REPEATS = 20
@@ -185,10 +184,6 @@ def main(works: tuple[str, ...], against: Path | None, as_json: bool, record_pat
         "ceilings": asdict(limits),
         "upstream": pieces and f"vLLM {pieces.version}",
     }
-    if as_json:
-        print(json.dumps(results))
-    else:
-        Console(highlight=False, width=140).print(table(rows))
-    if record_path:
-        record(record_path, machine.command_line(), results)
+    show = Console(highlight=False, width=140).print
+    deliver_record(record_path, lambda: results, *((print, json.dumps(results)) if as_json else (show, table(rows))))
     return 0

@@ -30,6 +30,7 @@ from dcp_fix.engine.shard import check_dcp, check_tp
 from dcp_fix.engine.sharded import Ops
 from dcp_fix.errors import DIFFERS, UserError
 from dcp_fix.evidence import records
+from dcp_fix.evidence.reference import check_reference
 from dcp_fix.ranks.group import GroupError, LocalGroup
 from dcp_fix.tiny import corpus
 from dcp_fix.workspace import WorkspaceError
@@ -64,7 +65,10 @@ class Setup:
 
 @dataclass(frozen=True)
 class Answer:
-    """One prompt on one rung. `first_difference`: index of the first token that is not DCP1's, None if all are."""
+    """One prompt on one rung. `first_difference`: index of the first token that is not DCP1's, None if all are.
+
+    `smallest_margin`: None where a logit is no number.
+    """
 
     text: str
     tokens: list[int]
@@ -73,7 +77,7 @@ class Answer:
     right: bool
     first_difference: int | None
     commonest_share: float
-    smallest_margin: float
+    smallest_margin: float | None
 
 
 @dataclass(frozen=True)
@@ -103,6 +107,9 @@ def run(setup: Setup, prompts: int = 1, classes=CLASSES, rungs=None, progress: C
     """
     asked = {name: corpus.prompts(name, prompts) for name in classes}
     reference = {name: generate(setup, REFERENCE, name, asked[name], progress)[0] for name in classes}
+    for name, generations in reference.items():
+        for number, generation in enumerate(generations):
+            check_reference(f"{REFERENCE}, {name} tokens, prompt {number}", generation.logits)
     rows = [row(REFERENCE, name, asked[name], reference[name], reference[name]) for name in classes]
     for rung in rungs or RUNGS:
         for name in classes:
@@ -166,7 +173,7 @@ def judge(prompt, generation: Generation, reference: Generation) -> Answer:
         right=tokens == prompt.answer,
         first_difference=equality.first_difference(tokens, reference.tokens),
         commonest_share=Counter(tokens).most_common(1)[0][1] / len(tokens),
-        smallest_margin=min(generation.margins),
+        smallest_margin=min(generation.margins) if generation.logits.isfinite().all() else None,
     )
 
 

@@ -69,7 +69,7 @@ def answer(row) -> tuple[str, str, str]:
     if row is None:
         return "-", "-", "-"
     equal = "same" if row.first_token is None else f"differ at {row.first_token}"
-    return equal, logits(row), "-" if row.margin is None else f"{row.margin:.2g}"
+    return equal, logits(row), "-" if row.margin is None or math.isnan(row.margin) else f"{row.margin:.2g}"
 
 
 def stepwise(row, dtype: torch.dtype) -> str:
@@ -110,7 +110,9 @@ def steps(report) -> Table:
 
 def logits(row) -> str:
     """How the logits compare."""
-    return "identical" if row.logits_identical else f"{row.ulps:.3g} ulps"
+    if row.logits_identical:
+        return "identical"
+    return f"{row.ulps:.3g} ulps" if math.isfinite(row.ulps) else "no numbers"
 
 
 def proved(report) -> list[str]:
@@ -150,7 +152,9 @@ def verdict(report) -> str:
         return f"DCP{row.dcp} makes something else of DCP1's input, prompt {row.case}: {where(row.first)}."
     sizes = ", ".join(f"DCP{size}" for size in report.settings.dcp)
     if report.wrong:
-        return f"{len(report.wrong)} of {len(report.rows)} runs differ from DCP{report.settings.dcp[0]}."
+        odd = sum(not math.isfinite(row.ulps) for row in report.wrong)
+        said = f", {odd} of them by logits that are no numbers" if odd else ""
+        return f"{len(report.wrong)} of {len(report.rows)} runs differ from DCP{report.settings.dcp[0]}{said}."
     if not report.rows:
         return f"{sizes}: every sublayer makes the same of the same input."
     if report.settings.logits:

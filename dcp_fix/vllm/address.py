@@ -11,8 +11,7 @@ import urllib.request
 
 import httpx
 
-from dcp_fix.errors import UserError
-from dcp_fix.vllm.printable import printable
+from dcp_fix.errors import UserError, shown
 
 LABEL = re.compile(r"[^\s.@/\\]{1,63}")
 CERTIFICATES = ("SSL_CERT_FILE", "SSL_CERT_DIR")
@@ -25,18 +24,18 @@ def base_url(name: str, url: str) -> httpx.URL:
         parsed = httpx.URL(url)
         host, _ = parsed.raw_host.decode("ascii"), parsed.host  # which decodes an international name, or refuses
     except (httpx.InvalidURL, UnicodeError, ValueError) as error:
-        why = printable(str(error), 80) if seen == printable(url) else "not an address"
+        why = shown(error, 80) if seen == shown(url) else "not an address"
         raise UserError(f"endpoint {name}: {seen!r} is no address ({why}); say http://host:port") from None
     if parsed.scheme not in ("http", "https") or not host:
         raise UserError(f"endpoint {name}: {seen!r} is no http address; say http://host:port")
     if ":" not in host and (len(host) > 253 or not all(map(LABEL.fullmatch, host.rstrip(".").split(".")))):
-        raise UserError(f"endpoint {name}: {printable(host, 80)!r} is no name of a host; say http://host:port")
+        raise UserError(f"endpoint {name}: {shown(host, 80)!r} is no name of a host; say http://host:port")
     return parsed.copy_with(path=parsed.path.rstrip("/").removesuffix("/v1") + "/v1", query=None, fragment=None)
 
 
 def without_password(url: str) -> str:
     """An address as typed, for a message: without user and password, wherever they stand, and printable."""
-    return printable(re.sub(r"^([a-zA-Z][\w+.-]*://)?.*@", r"\1", url, flags=re.DOTALL))
+    return shown(re.sub(r"^([a-zA-Z][\w+.-]*://)?.*@", r"\1", url, flags=re.DOTALL))
 
 
 def is_loopback(url: httpx.URL) -> bool:
@@ -76,7 +75,7 @@ def tls_of(url: httpx.URL) -> ssl.SSLContext | bool:
         return False
     for variable in CERTIFICATES:
         if (path := os.environ.get(variable)) and not os.path.exists(path):
-            raise UserError(f"{variable}={printable(path)}: there is no such file; unset it, or name the certificates")
+            raise UserError(f"{variable}={shown(path)}: there is no such file; unset it, or name the certificates")
     try:
         return httpx.create_ssl_context()
     except (OSError, ssl.SSLError) as error:
@@ -91,5 +90,5 @@ def client_of(name: str, url: httpx.URL, tls, timeout: httpx.Timeout) -> httpx.A
     except (httpx.InvalidURL, ValueError, OSError, ImportError) as error:
         variables = [v for v in os.environ if v.upper() in ("ALL_PROXY", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY")]
         given = ", ".join(f"{v}={without_password(os.environ[v])}" for v in sorted(variables))
-        why = printable(" ".join(str(error).split()), 120)
+        why = shown(" ".join(str(error).split()), 120)
         raise UserError(f"endpoint {name}: the proxy settings cannot be used ({given}): {why}") from None

@@ -42,6 +42,7 @@ from pathlib import Path
 
 from dcp_fix import equality
 from dcp_fix.errors import UserError
+from dcp_fix.evidence import output
 from dcp_fix.vllm import address, compare_ask, compare_pairs
 from dcp_fix.vllm.answers import Completion
 from dcp_fix.vllm.compare_ask import (
@@ -151,8 +152,8 @@ def run(a, b, progress: Callable[[str], None] = lambda what: None, pairs: int | 
     return result
 
 
-def save(a: Endpoint, path: Path, progress, pairs: int | None = None) -> None:
-    """Ask one endpoint everything, and keep its answers for a later comparison. Raises UserError."""
+def save(a: Endpoint, progress, pairs: int | None = None) -> Saved:
+    """Ask one endpoint everything, and give its answers for a later comparison. Raises UserError."""
     progress(f"{a.name}: models")
     model = a.models()[0]
     counted, ratio = count(a, model, progress)
@@ -161,7 +162,7 @@ def save(a: Endpoint, path: Path, progress, pairs: int | None = None) -> None:
     for prompt in made:
         first, again = ask_twice(a, model, prompt, progress, not pairs)
         answers[prompt.name] = SavedAnswers(prompt=digest(prompt), first=first, again=again)
-    Saved.of(a, model, pairs, compare_ask.sampling(), counted, answers).write(path)
+    return Saved.of(a, model, pairs, compare_ask.sampling(), counted, answers)
 
 
 def row(prompt: Prompt, a: Completion, b: Completion, again=None) -> Row:
@@ -232,11 +233,7 @@ def main(
     ends = sum(isinstance(one, Endpoint) for one in (first, second))
     with compare_report.progress(requests(pairs, ends)) as progress:
         result = run(first, second, progress, pairs)
-    to_stdout = json is not None and str(json) == "-"
-    if json:
-        compare_report.write(None if to_stdout else json, result)
-    if not to_stdout:
-        compare_report.show(result)
+    output.deliver(json, compare_report.as_json(result), compare_report.show, result)
     if result.error:
         raise UserError(result.error)
     return 1 if result.verdict == "different" else 0
@@ -249,8 +246,8 @@ def main_save(a, path: Path, pairs: int | None) -> int:
     if isinstance(a, Saved):
         raise UserError(f"--a {a} is saved already; name the address of a server")
     with compare_report.progress(requests(pairs, 1)) as progress:
-        save(a, path, progress, pairs)
-    compare_report.saved(a, path)
+        answers = save(a, progress, pairs)
+    output.deliver(path, answers.content.model_dump(), compare_report.saved, a, path)
     return 0
 
 

@@ -10,11 +10,11 @@ import uuid
 from dataclasses import dataclass
 from random import Random
 
+from dcp_fix.errors import shown
 from dcp_fix.tiny import corpus
 from dcp_fix.vllm.answers import Completion
 from dcp_fix.vllm.compare_saved import Saved
 from dcp_fix.vllm.endpoint import SAMPLING, Endpoint, EndpointError
-from dcp_fix.vllm.printable import printable
 
 CLASSES = {name: (*corpus.CLASSES[name], corpus.CACHED.get(name, 0)) for name in ("512", "1536", "1024+1536")}
 NEW_TOKENS = 32
@@ -42,7 +42,7 @@ def common_model(a, b, progress) -> str:
     for name in served[0]:
         if name in served[1]:
             return name
-    names = " and ".join(f"{end} serves {', '.join(names)}" for end, names in zip((a, b), served, strict=True))
+    names = " and ".join(f"{end} serves {shown(', '.join(names))}" for end, names in zip((a, b), served, strict=True))
     raise EndpointError(f"wrong model: {names}; serve one model at both, under one --served-model-name")
 
 
@@ -119,7 +119,7 @@ def check_finished(endpoint: Endpoint, name: str, answer: Completion, asked: int
         made = len(answer.token_ids)
     after = f"after {'an unknown number' if made is None else made} of {asked} tokens"
     if answer.finish_reason not in ("stop", "length"):
-        reason = printable(str(answer.finish_reason), 40)
+        reason = shown(answer.finish_reason, 40)
         raise EndpointError(f"{endpoint} ended {name} with finish_reason {reason!r} {after}: nothing to compare")
     if answer.finish_reason == "length" and made is not None and made < asked:
         raise EndpointError(f"{endpoint} ended {name} for its length {after}: does it limit answers by itself?")

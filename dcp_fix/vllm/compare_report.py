@@ -3,20 +3,17 @@
 It does not: ask or judge (compare.py).
 """
 
-import json
-import math
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
-from pathlib import Path
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 from dcp_fix import equality
-from dcp_fix.evidence import records
+from dcp_fix.errors import escaped, shown
 
 HEAD = 60  # characters of an answer that the table shows
 SHOWN = 6  # rows of a paired test that are shown
@@ -45,7 +42,7 @@ def show(result) -> None:
     console = Console(width=None if sys.stdout.isatty() else 160, highlight=False, markup=False)
     if not result.rows:
         return
-    console.print(f"{result.a}\n{result.b}\nmodel {result.model}\n", soft_wrap=True)
+    console.print(f"{result.a}\n{result.b}\nmodel {escaped(result.model)}\n", soft_wrap=True)
     shown_rows = [row for row in result.rows if not row.equal][:SHOWN] if result.pairs else result.rows
     if shown_rows:
         console.print(table(shown_rows))
@@ -81,7 +78,7 @@ def table(rows) -> Table:
         for name, answer in (("A", row.a), ("B", row.b)):
             sent = f"{answer.prompt_tokens}{cached(answer)}"
             digests = (short(digest) for digest in digests_of(answer))
-            grid.add_row(row.prompt.name if name == "A" else "", sent, name, shown(answer.text), *digests)
+            grid.add_row(row.prompt.name if name == "A" else "", sent, name, shown(answer.text, HEAD), *digests)
         grid.add_section()
     return grid
 
@@ -156,12 +153,6 @@ def short(digest: str | None) -> str:
     return digest[:16] if digest else "not offered"
 
 
-def shown(text: str) -> str:
-    """The head of an answer, with everything that a terminal would obey written out."""
-    safe = "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)
-    return safe if len(safe) <= HEAD else safe[: HEAD - 3] + "..."
-
-
 def as_json(result) -> dict:
     """The same content, whole, for a file."""
     return {
@@ -193,15 +184,5 @@ def row_as_json(row) -> dict:
 def answer_as_json(answer) -> dict:
     """One answer with its digests; a logprob that is no number is null."""
     text_sha256, tokens_sha256 = digests_of(answer)
-    logprobs = answer.logprobs and [None if math.isnan(value) else value for value in answer.logprobs]
-    fields = asdict(answer) | {"logprobs": logprobs, "text_sha256": text_sha256, "tokens_sha256": tokens_sha256}
-    del fields["prompt_ids"]  # long, and the same on both sides
-    return fields
-
-
-def write(path: Path | None, result) -> None:
-    """Write the JSON to a file, whole or not at all, or to standard output for None."""
-    if path:
-        records.write_json(path, as_json(result))
-    else:
-        sys.stdout.write(json.dumps(as_json(result), indent=2, allow_nan=False) + "\n")
+    fields = answer.model_dump(exclude={"prompt_ids"})  # long, and the same on both sides
+    return fields | {"text_sha256": text_sha256, "tokens_sha256": tokens_sha256}

@@ -4,42 +4,37 @@ The file says what was asked: SHA256 of every prompt, model, sampling. A compari
 """
 
 import hashlib
-import json
-import math
 from pathlib import Path
+from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
-
-from dcp_fix.errors import UserError
-from dcp_fix.evidence import records
+from dcp_fix.bounded import MIB, read_json
+from dcp_fix.errors import UserError, escaped, shown
+from dcp_fix.schema import Schema, allowed, checked
 from dcp_fix.vllm.answers import Completion
 from dcp_fix.vllm.endpoint import EndpointError
-from dcp_fix.vllm.printable import printable
 
 FORMAT = "dcp-fix compare, answers 1"
-LONGEST = 1 << 26  # bytes of a file
+LARGEST = 64 * MIB  # of a file
 
 
-class SavedAnswers(BaseModel):
+class SavedAnswers(Schema):
     """Two answers to one prompt; `prompt` is its digest."""
 
-    model_config = ConfigDict(extra="forbid")
-    prompt: str
-    first: Completion
-    again: Completion
+    prompt: str = allowed("a SHA256 in hexadecimal", pattern="^[0-9a-f]{64}$")
+    first: Completion = allowed("an answer")
+    again: Completion = allowed("an answer")
 
 
-class Content(BaseModel):
+class Content(Schema):
     """What a file holds."""
 
-    model_config = ConfigDict(extra="forbid")
-    format: str = Field(pattern="^" + FORMAT + "$")
-    endpoint: str
-    model: str
-    pairs: int | None
-    sampling: dict[str, bool | int | float]
-    counting: Completion
-    answers: dict[str, SavedAnswers]
+    format: Literal["dcp-fix compare, answers 1"] = allowed(f'"{FORMAT}"')
+    endpoint: str = allowed("a name")
+    model: str = allowed("a name")
+    pairs: int | None = allowed("a number of prompts from 1 on, or null", ge=1)
+    sampling: dict[str, bool | int | float] = allowed("an object of numbers")
+    counting: Completion = allowed("an answer")
+    answers: dict[str, SavedAnswers] = allowed("an object: two answers for each prompt")
 
 
 class Saved:
@@ -49,7 +44,7 @@ class Saved:
         self.name, self.path, self.content, self.counting = name, path, content, content.counting
 
     def __str__(self) -> str:
-        return f"{printable(str(self.path))} (answers of {self.content.endpoint})"
+        return f"{shown(self.path)} (answers of {escaped(self.content.endpoint)})"
 
     @classmethod
     def of(
@@ -61,31 +56,14 @@ class Saved:
 
     @classmethod
     def load(cls, name: str, path: Path) -> "Saved":
-        """Read a file. Raises UserError that names the file, the field, and what is wrong with it."""
-        shown = f"endpoint {name}: {printable(str(path))}"
+        """Read a file. Raises UserError that names the file, the field, its value and what is allowed."""
         try:
-            if not path.is_file():
-                raise UserError(
-                    f"{shown}: no such file; make it with `dcp-fix compare --a URL --save {path.name[:80]}`"
-                )
-            with open(path, "rb") as file:
-                text = file.read(LONGEST)
-            return cls(name, path, Content.model_validate(with_nan(json.loads(text))))
-        except ValidationError as error:
-            first = error.errors()[0]
-            where = ".".join(str(part) for part in first["loc"]) or "the whole file"
-            raise UserError(f"{shown}: {printable(where)}: {printable(first['msg'])}; save the answers anew") from None
-        except UserError:
-            raise
-        except (OSError, ValueError, RecursionError) as error:
-            raise UserError(f"{shown}: no saved answers ({printable(str(error), 120)})") from None
-
-    def write(self, path: Path) -> None:
-        """Write the file, whole or not at all. Raises UserError."""
-        try:
-            records.write_json(path, without_nan(self.content.model_dump()))
-        except OSError as error:
-            raise UserError(f"--save {printable(str(path))}: {error.strerror or error}") from error
+            return cls(name, path, checked(Content, read_json(path, LARGEST), shown(path)))
+        except FileNotFoundError:
+            remedy = f"make it with `dcp-fix compare --a URL --save {shown(path.name, 80)}`"
+            raise UserError(f"endpoint {name}: {shown(path)}: no such file; {remedy}") from None
+        except UserError as error:
+            raise UserError("\n".join(f"endpoint {name}: {line}" for line in str(error).split("\n"))) from None
 
     def models(self) -> list[str]:
         """The model that answered."""
@@ -112,21 +90,3 @@ class Saved:
 def digest(prompt) -> str:
     """SHA256 of a prompt and of the part of it that was cached first."""
     return hashlib.sha256(f"{len(prompt.prefix)}:{prompt.text}".encode()).hexdigest()
-
-
-def without_nan(value):
-    """A copy in which a logprob that is no number is null, and text that UTF-8 lacks is kept by its escapes."""
-    if isinstance(value, dict):
-        return {key: without_nan(one) for key, one in value.items()}
-    if isinstance(value, list):
-        return [None if isinstance(one, float) and math.isnan(one) else without_nan(one) for one in value]
-    return value
-
-
-def with_nan(value):
-    """The same, back: null among logprobs is NaN."""
-    if isinstance(value, dict):
-        numbers = value.get("logprobs")
-        restored = {"logprobs": [math.nan if n is None else n for n in numbers]} if isinstance(numbers, list) else {}
-        return {key: with_nan(one) for key, one in value.items()} | restored
-    return value

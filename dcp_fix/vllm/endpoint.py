@@ -16,7 +16,6 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import replace
 
 import httpx
 
@@ -73,7 +72,8 @@ class Endpoint:
             if error.status not in REFUSES_LOGPROBS:
                 raise
             del body["logprobs"]
-            return replace(self.ask("completions", body, completion), logprobs_refused=f"HTTP {error.status}")
+            said = {"logprobs_refused": f"HTTP {error.status}"}
+            return self.ask("completions", body, completion).model_copy(update=said)
 
     def ask(self, path: str, body: dict | None, parse: Callable):
         """`parse` of the JSON answer to a POST of `body`, or to a GET. Raises EndpointError when attempts run out."""

@@ -207,6 +207,7 @@ from dcp_fix import cli
 from dcp_fix.evidence import output
 ladder = sys.modules["dcp_fix.evidence.ladder"] = types.ModuleType("ladder")
 def main(json_path, **options):
+    print(os.environ.get("SAY", ""), end="", file=sys.stderr, flush=True)
     show = Console(width=99).print if os.environ.get("RICH") else print
     output.deliver(json_path, {"a": 1}, show, "x\\n" * 40_000 + "\\u2500\\u2603")
     return 1
@@ -238,6 +239,18 @@ def test_a_full_disk_behind_standard_output_is_said_after_the_file_is_there(tmp_
         status, said = deliver(tmp_path / "f", stdout=full, env=os.environ | {"RICH": rich})
     assert status == 2 and "standard output cannot be written (No space left" in said
     assert json.loads((tmp_path / "f").read_text()) == {"a": 1}
+
+
+def test_a_full_disk_behind_standard_error_changes_neither_file_nor_status(tmp_path):
+    """All that is lost is what would have been said."""
+    with open("/dev/full", "w") as full:
+        command = [sys.executable, "-c", DELIVER, str(tmp_path / "f")]
+        options = {"cwd": ROOT, "stdout": subprocess.PIPE, "stderr": full, "timeout": 600}
+        done = subprocess.run(command, env=os.environ | {"SAY": "progress"}, **options)
+        assert done.returncode == 1 and json.loads((tmp_path / "f").read_text()) == {"a": 1}
+        assert len(done.stdout) > 80_000
+        refused = subprocess.run([sys.executable, "-m", "dcp_fix", "reproduce", "--tp", "four"], **options)
+        assert refused.returncode == 2
 
 
 @pytest.mark.parametrize("closed", [[1], [2], [0, 1, 2]])

@@ -121,13 +121,15 @@ def test_logits_are_measured_in_units_of_the_largest():
     assert verify.compare([run(1), run(2, logits=[[1.0, 8.0], [2.0, 4.03125]])], bf16, CONFIG)[1].ulps == 0.5
 
 
-def test_logits_that_are_nan_are_recorded_as_such(tmp_path):
+def test_logits_that_are_nan_are_said_and_recorded_as_such(tmp_path, capsys):
     rows = verify.compare([run(1), run(2, logits=((1.0, 8.0), (2.0, float("nan"))))], SETTINGS, CONFIG)
     odd = verify.Report(SETTINGS, "threads", ["x"], rows, [])
     assert verify.finish(odd, 0, tmp_path / "r.json") == launch.DIFFERS
     second = load_record(tmp_path / "r.json")["results"]["rows"][1]
     assert (second["ulps"], second["apart"], second["same"]) == (None, None, False)
     assert multi_gpu.verify_row(load_record(tmp_path / "r.json")["results"])[1].endswith("inf ulps apart at most")
+    assert "1 of 2 runs differ from DCP1, 1 of them by logits that are no numbers." in (said := capsys.readouterr().out)
+    assert "same   │ no numbers" in said and "nan" not in said
 
 
 def test_a_merge_that_ignores_the_lse_is_caught(monkeypatch, capsys):

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import socket
 import subprocess
 import sys
@@ -15,10 +16,10 @@ from dcp_fix import broken, cli, equality
 from dcp_fix.engine.engine import Generation
 from dcp_fix.engine.model import Model
 from dcp_fix.engine.sharded import Ops
-from dcp_fix.errors import UserError
+from dcp_fix.errors import UserError, shown
+from dcp_fix.evidence import output
 from dcp_fix.tiny import corpus
-from dcp_fix.vllm import compare, compare_ask, endpoint
-from dcp_fix.vllm.compare_report import shown
+from dcp_fix.vllm import compare, compare_ask, compare_report, endpoint
 from dcp_fix.vllm.endpoint import Completion, Endpoint
 from tests.checkpoints import random_checkpoint
 from tests.serve import MODEL, engine_answers, openai, serving
@@ -220,7 +221,7 @@ def test_a_logprob_that_is_no_number_on_one_side_is_different():
     result = run(openai(stub), edited(not_a_number))
     assert result.verdict == "different"
     assert result.rows[0].text_difference is result.rows[0].token_difference is None
-    assert result.rows[0].logprobs.not_numbers == (0, 1)
+    assert result.rows[0].logprobs.not_numbers == (0, 1) and not result.rows[0].logprobs.identical
     assert run(edited(not_a_number), edited(not_a_number)).verdict == "equal"
 
 
@@ -386,28 +387,47 @@ GARBAGE = [b"<html>busy</html>", b"{", b"[" * 100_000, [], {}, {"choices": []}, 
 def test_garbage_is_tried_again_and_then_quoted(answer):
     reply, asked = counted(lambda path, body: (200, answer))
     error = refused(openai(stub), reply)
-    assert "endpoint B" in error and "tried 4 times" in error and len(error) < 500
+    assert "endpoint B" in error and "tried 4 times" in error and len(error) < 500 and "\n" not in error
     assert len(asked) == 4
 
 
 CHOICES = [
-    {"text": None},
-    {"token_ids": "abc"},
-    {"token_ids": [1.5]},
-    {"token_ids": [-1]},
-    {"token_ids": [1 << 70]},
-    {"logprobs": [1]},
-    {"logprobs": {"token_logprobs": [10**400]}},
-    {"logprobs": {"token_logprobs": ["a"]}},
+    ({"text": None}, "text is null; allowed: text"),
+    ({"finish_reason": 3}, "finish_reason is 3; allowed: a word, or null"),
+    ({"token_ids": "abc"}, 'token_ids is "abc"; allowed: a list of token ids, or null'),
+    ({"token_ids": [1.5]}, "token_ids.0 is 1.5; allowed: a list of token ids"),
+    ({"token_ids": [True]}, "token_ids.0 is true; allowed: a list of token ids"),
+    ({"token_ids": [-1] * 10_000}, "token_ids.0 is -1; allowed: a list of token ids"),
+    ({"token_ids": [1 << 70]}, "token_ids.0 is 1180591620717411303424; allowed"),
+    ({"logprobs": [1]}, "logprobs is [1]; allowed: an object, or null"),
+    ({"logprobs": {"token_logprobs": [10**400]}}, "logprobs.token_logprobs.0 is 1000"),
+    ({"logprobs": {"token_logprobs": ["a"]}}, 'logprobs.token_logprobs.0 is "a"; allowed: a list of numbers'),
 ]
 
 
-@pytest.mark.parametrize("field", CHOICES, ids=range(len(CHOICES)))
-def test_a_completion_of_another_shape_is_garbage(field):
+@pytest.mark.parametrize(("field", "says"), CHOICES, ids=range(len(CHOICES)))
+def test_a_completion_of_another_shape_is_refused_by_its_field(field, says):
     def misshape(choice, answer):
         choice |= field
 
-    assert "no completion but" in refused(openai(stub), edited(misshape))
+    assert f"no completion: choices.0.{says}" in refused(openai(stub), edited(misshape))
+
+
+@pytest.mark.parametrize(
+    ("usage", "says"),
+    [
+        (None, "usage is null; allowed: an object"),
+        ({}, "lacks usage.prompt_tokens; allowed: a whole number"),
+        ({"prompt_tokens": "97"}, 'usage.prompt_tokens is "97"; allowed: a whole number'),
+        ({"prompt_tokens": 97, "completion_tokens": -1}, "usage.completion_tokens is -1; allowed: a whole number"),
+        (
+            {"prompt_tokens": 97, "prompt_tokens_details": {"cached_tokens": 0.5}},
+            "usage.prompt_tokens_details.cached_tokens is 0.5; allowed: a whole number",
+        ),
+    ],
+)
+def test_counts_of_another_shape_are_refused_by_their_field(usage, says):
+    assert f"no completion: {says}" in refused(openai(stub), edited(lambda choice, answer: answer.update(usage=usage)))
 
 
 @pytest.mark.parametrize("bad", [(500, b"crash"), (503, b"loading"), (429, b"later"), (200, b"garbage")])
@@ -423,10 +443,11 @@ def test_what_passes_is_waited_for(bad):
 # --- the command ------------------------------------------------------------------------------------------------------
 
 
-def command(*arguments):
+def command(*arguments, environment=None):
     """`dcp-fix compare ...` in a process of its own, with full-size prompts."""
     line = [sys.executable, "-m", "dcp_fix", "compare", *arguments]
-    return subprocess.run(line, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    environment = os.environ | (environment or {})
+    return subprocess.run(line, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60)
 
 
 def test_the_command_writes_json_and_nothing_else_to_standard_output():
@@ -466,6 +487,39 @@ def test_a_difference_is_printed_and_is_exit_status_1(monkeypatch, capsys, tmp_p
     assert equality.digest([other] * 2)[:16] in printed
     assert "Different: 0 of 3 prompts are answered alike; compared: text and token ids." in printed
     assert json.loads((tmp_path / "c.json").read_text())["verdict"] == "different"
+
+
+def test_what_a_terminal_cannot_encode_is_escaped_after_the_json_is_there(tmp_path):
+    snow = edited(lambda choice, answer: choice.update(text=choice["text"] + " \u2603"))
+    with serving(snow) as a, serving(snow) as b:
+        arguments = ["--a", a, "--b", b, "--json", tmp_path / "c.json"]
+        done = command(*arguments, environment={"PYTHONIOENCODING": "ascii"})
+    assert done.returncode == 0 and "\\u2603" in done.stdout and "Traceback" not in done.stderr
+    assert json.loads((tmp_path / "c.json").read_text())["rows"][0]["a"]["text"].endswith("\u2603")
+
+
+def test_the_json_is_there_before_anything_is_printed_and_the_table_comes_whatever_became_of_it(
+    monkeypatch, capsys, tmp_path
+):
+    path, printed = tmp_path / "c.json", []
+    with serving(openai(stub)) as a, serving(openai(stub)) as b, monkeypatch.context() as patch:
+        patch.setattr(compare_report, "show", lambda result: printed.append(json.loads(path.read_text())["verdict"]))
+        assert status(monkeypatch, "--a", a, "--b", b, "--json", path) == 0
+        assert printed == ["equal"]
+        patch.undo()
+        patch.setattr(output, "replace", lambda *values, **options: (_ for _ in ()).throw(OSError(28, "No space left")))
+        assert status(monkeypatch, "--a", a, "--b", b, "--json", path) == 2
+    said = capsys.readouterr()
+    assert "Equal: 3 of 3 prompts" in said.out and "c.json: cannot be written (No space left)" in said.err
+
+
+def test_what_a_server_calls_its_model_reaches_no_terminal(monkeypatch, capsys):
+    name = "glm\x1b]0;x\x07\x1b[2J"
+    with serving(openai(stub, [name])) as a, serving(openai(stub, [name])) as b:
+        assert status(monkeypatch, "--a", a, "--b", b) == 0
+    said = capsys.readouterr()
+    assert "\x1b" not in said.out + said.err and "model glm\\x1b]0;x\\x07\\x1b[2J" in said.out
+    assert "\x1b" not in refused(openai(stub, [name]), openai(stub, ["llama"]))
 
 
 def test_equality_says_what_it_rests_on(monkeypatch, capsys):
@@ -529,6 +583,6 @@ def test_a_password_in_an_address_is_not_printed():
 
 
 def test_text_is_shown_without_what_a_terminal_obeys():
-    assert shown("a\x1b[31m\n\x9b\ud800é" + "x" * 99) == ("a\\x1b[31m\\n\\x9b\\ud800é" + "x" * 99)[:57] + "..."
-    lone = Completion("\ud800", None, None, 1, None, None)
+    assert shown("a\x1b[31m\n\x9b\ud800é" + "x" * 99, 60) == ("a\\x1b[31m\\n\\x9b\\ud800é" + "x" * 99)[:57] + "..."
+    lone = Completion(text="\ud800", prompt_tokens=1)
     assert equality.digest(lone.encoded) == equality.digest(b"\xed\xa0\x80")

@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 from random import Random
 from types import SimpleNamespace
 
@@ -72,6 +73,22 @@ def test_a_logprob_that_is_no_number_survives_the_file(kept, monkeypatch):
         assert status(monkeypatch, "--a", path, "--b", b) == 1
 
 
+def test_a_dash_keeps_the_answers_on_standard_output_and_nothing_else_is_there(monkeypatch, capsys, tmp_path):
+    with serving(openai(stub)) as a:
+        assert status(monkeypatch, "--a", a, "--save", "-") == 0
+    (tmp_path / "x.json").write_text(capsys.readouterr().out)
+    assert list(Saved.load("A", tmp_path / "x.json").content.answers) == list(SHORT)
+
+
+def test_what_a_file_calls_its_endpoint_reaches_no_terminal(kept, monkeypatch, capsys):
+    path = kept(openai(stub))
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"endpoint": "\x1b[2Jx", "model": "tiny"}))
+    with serving(openai(stub)) as b:
+        assert status(monkeypatch, "--a", path, "--b", b) == 0
+    said = capsys.readouterr()
+    assert "\x1b" not in said.out + said.err and "(answers of \\x1b[2Jx)" in said.out
+
+
 def refusal(monkeypatch, capsys, path, reply=None, *options):
     """The line that ends a comparison with the file."""
     with serving(reply or openai(stub)) as b:
@@ -102,38 +119,50 @@ def test_other_sampling_and_another_number_of_pairs_are_refused_before_anything_
 
 
 DAMAGE = {
-    "": "no saved answers",
-    "{": "no saved answers",
-    "[" * 100_000: "no saved answers",
-    "[]": "the whole file",
-    "{}": "format",
-    '{"format": "dcp-fix compare, answers 2"}': "format",
+    "": "not a whole JSON file",
+    "{": "not a whole JSON file",
+    "[" * 100_000: "nested too deeply",
+    '{"model": NaN}': "NaN is no JSON",
+    "[]": "the file is []; allowed: an object",
+    "{}": "lacks format; allowed: ",
+    '{"format": "dcp-fix compare, answers 2"}': 'format is "dcp-fix compare, answers 2"; allowed: "',
 }
 
 
 @pytest.mark.parametrize("text", DAMAGE, ids=range(len(DAMAGE)))
 def test_a_file_that_is_none_is_one_line_that_names_it(tmp_path, monkeypatch, capsys, text):
     (tmp_path / "x.json").write_text(text)
-    line = refusal(monkeypatch, capsys, tmp_path / "x.json")
-    assert "endpoint A" in line and "x.json" in line and DAMAGE[text] in line and len(line) < 400
+    with serving(openai(stub)) as b:
+        assert status(monkeypatch, "--a", tmp_path / "x.json", "--b", b) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert DAMAGE[text] in lines[0] and len(lines) == (7 if text == "{}" else 7 if "answers 2" in text else 1)
+    assert all("endpoint A: " in line and "x.json: " in line and len(line) < 400 for line in lines)
+
+
+def test_a_file_that_is_no_regular_one_is_not_waited_for(tmp_path, monkeypatch, capsys):
+    os.mkfifo(tmp_path / "x.json")
+    assert "x.json: is a FIFO; name a regular file" in refusal(monkeypatch, capsys, tmp_path / "x.json")
 
 
 FIELDS = [
-    ("model", 3),
-    ("pairs", "many"),
-    ("sampling", [1]),
-    ("counting", {"text": 3}),
-    ("answers", {"96": {"prompt": "x"}}),
-    ("more", 1),
+    ({"model": 3}, "model is 3; allowed: a name"),
+    ({"pairs": "many"}, 'pairs is "many"; allowed: a number of prompts'),
+    ({"sampling": [1]}, "sampling is [1]; allowed: an object of numbers"),
+    ({"counting": {"text": 3}}, "counting.text is 3; allowed: text"),
+    ({"counting": {"text": "x", "prompt_tokens": 1, "token_ids": [-1]}}, "counting.token_ids.0 is -1; allowed"),
+    ({"answers": {"96": {"prompt": "x"}}}, 'answers.96.prompt is "x"; allowed: a SHA256'),
+    ({"more": 1}, "more is not known here"),
 ]
 
 
-@pytest.mark.parametrize(("name", "value"), FIELDS, ids=[name for name, _ in FIELDS])
-def test_a_field_of_another_type_is_named(kept, tmp_path, name, value):
+@pytest.mark.parametrize(("changes", "says"), FIELDS, ids=range(len(FIELDS)))
+def test_a_field_of_another_type_is_named(kept, changes, says):
     path = kept(openai(stub))
-    path.write_text(json.dumps(json.loads(path.read_text()) | {name: value}))
-    with pytest.raises(UserError, match=rf"dcp1\.json: {name}"):
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    with pytest.raises(UserError) as refused:
         Saved.load("A", path)
+    lines = str(refused.value).split("\n")
+    assert any(line.startswith(f"endpoint A: {path}: {says}") for line in lines), lines
 
 
 def test_what_is_asked_for_has_to_make_sense(monkeypatch, tmp_path):

@@ -12,7 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dcp_fix.vllm.doctor import report, runner
+from dcp_fix import process
+from dcp_fix.vllm.doctor import messages, report, runner
 from dcp_fix.vllm.doctor.opening import folder
 from dcp_fix.vllm.doctor.probes import PROBES
 from tests import doctor_targets
@@ -74,6 +75,33 @@ def test_each_defect_is_named_for_what_it_is(tmp_path, probe, line):
     assert wanted in findings[probe].evidence
 
 
+@pytest.mark.parametrize(
+    ("line", "by", "says"),
+    [
+        (
+            "topk_indices_buffer[: len(slots)] = -1",
+            "topk_indices_buffer[:] = -1",
+            "entries outside the batch overwritten",
+        ),
+        ("topk_indices_buffer[: len(slots)] = -1", "topk_indices_buffer[: len(slots) - 1] = -1", "top-k rows [3] not"),
+        (
+            "    if has_indexer:\n        topk",
+            "    if True:\n        topk",
+            "top-k entries of a shared layer overwritten",
+        ),
+        ("if slot >= 0:", "if slot > 0:", "cache not written at owned slots [0]"),
+        ("if slot >= 0:", "if slot >= 0 and slot != 70:", "cache not written at owned slots [70]"),
+    ],
+)
+def test_a_guard_that_is_off_by_one_is_named(tmp_path, monkeypatch, line, by, says):
+    monkeypatch.setattr(runner, "PROBES", tuple(p for p in PROBES if p.id in ("owner-only-writes", "configuration")))
+    found = examine(doctor_targets.folder(tmp_path, broken(line, by)))["owner-only-writes"]
+    if "70" not in by:
+        assert found.verdict == "defect" and says in found.evidence, found.evidence
+    else:  # in the control as well: another formula is not judged
+        assert found.verdict == "not-run" and says in found.evidence, found.evidence
+
+
 def test_a_kernel_that_raises_on_import_is_not_run_and_the_status_says_so(tmp_path, capsys):
     path = doctor_targets.folder(tmp_path, "raise ValueError('no\\nkernel')")
     assert report.main([str(path)], json="-") == 2
@@ -121,20 +149,6 @@ def test_a_case_that_raises_is_the_defect_and_an_exception_in_a_control_is_not(t
     control = examine(doctor_targets.folder(tmp_path / "control", before("    raise KeyError('slot')\n")))
     assert set(verdicts(control).values()) == {"not-run"}
     assert "control" in control["query-rows"].evidence
-
-
-@pytest.mark.parametrize(
-    ("line", "by", "says"),
-    [
-        ("if slot >= 0:", "if slot > 0:", "latent cache not written at owned slots [0]"),
-        ("topk_indices_buffer[: len(slots)]", "topk_indices_buffer[:]", "top-k entries outside the batch overwritten"),
-    ],
-)
-def test_a_write_too_few_and_one_too_many_are_found(tmp_path, line, by, says):
-    """Slot 0 is owned like any other; a -1 in a row beyond the batch is a write there too."""
-    findings = examine(doctor_targets.folder(tmp_path, broken(line, by)))
-    assert {name for name, verdict in verdicts(findings).items() if verdict == "defect"} == {"owner-only-writes"}
-    assert says in findings["owner-only-writes"].evidence
 
 
 def test_another_formula_is_not_judged(tmp_path):
@@ -236,25 +250,29 @@ def test_a_signal_ends_the_command_with_all_that_it_started(tmp_path, number):
         assert list((tmp_path / "temporary").iterdir()) == []
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        '{"verdict": "ok", "evidence": "x"}',
-        '{"id": ["query-rows"], "verdict": "ok", "evidence": "x"}',
-        '{"id": "query-rows", "verdict": "ok", "evidence": 3}',
-        '{"id": "other", "verdict": "ok", "evidence": "x"}',
-        '{"id": "query-rows", "verdict": "fine", "evidence": "x"}',
-        '{"id": {}, "verdict": [], "evidence": null}',
-        "[" * 200_000,
-    ],
-    ids=range(7),
-)
+NONSENSE = {
+    '{"verdict": "ok", "evidence": "x"}': "lacks id; allowed: one of query-rows, combine-routing",
+    '{"id": ["query-rows"], "verdict": "ok", "evidence": "x"}': 'id is ["query-rows"]; allowed: one of query-rows',
+    '{"id": "query-rows", "verdict": "ok", "evidence": 3}': "evidence is 3; allowed: text",
+    '{"id": "other", "verdict": "ok", "evidence": "x"}': 'id is "other"; allowed: one of',
+    '{"id": "split-workspace", "verdict": "ok", "evidence": "x"}': "split-workspace, which it was not asked for",
+    '{"id": "query-rows", "verdict": "fine", "evidence": "x"}': 'verdict is "fine"; allowed: one of ok, defect',
+    '{"id": "query-rows", "verdict": "ok", "evidence": "x", "more": 1}': "more is not known here",
+    '{"id": {}, "verdict": [], "evidence": null}': "id is {}; allowed: one of",
+    '{"begin": "query-rows", "case": "x", "control": 1}': "control is 1; allowed: true or false",
+    "[" * 200_000: "JSON nested too deeply",
+}
+
+
+@pytest.mark.parametrize("line", NONSENSE, ids=range(len(NONSENSE)))
 def test_a_child_that_answers_nonsense_has_not_run(tmp_path, line):
     code = f"import glob, os\nfor fd in map(int, os.listdir('/proc/self/fd')):\n    try:\n        os.write(fd, {line!r}"
     code += ".encode() + b'\\n')\n    except OSError:\n        pass\n"
     findings = examine(doctor_targets.folder(tmp_path, code + SOUND))
     assert verdicts(findings) == {"query-rows": "not-run", "k-rows": "ok", "owner-only-writes": "ok"}
-    assert "its child answered nonsense" in findings["query-rows"].evidence
+    assert f"its child answered nonsense: {NONSENSE[line]}" in findings["query-rows"].evidence.replace(
+        "a verdict on ", ""
+    )
 
 
 VALUES = st.recursive(
@@ -269,16 +287,16 @@ LINES = st.one_of(
 
 @given(st.lists(LINES, max_size=6))
 def test_whatever_a_child_writes_is_findings_or_nothing(lines):
-    said, last = runner.parse_lines(b"\n".join(lines), ["k-rows"])
-    assert set(said) <= {"k-rows"} and (last is None or last["begin"] == "k-rows")
+    said, last = messages.parse(b"\n".join(lines), ["k-rows"])
+    assert set(said) <= {"k-rows"} and (last is None or last.begin == "k-rows")
     for verdict, evidence in said.values():
         runner.finding(PROBES[0], verdict, evidence)
 
 
 def test_evidence_is_bounded_and_harmless(tmp_path):
     text = json.dumps({"id": "k-rows", "verdict": "ok", "evidence": "\x1b[2J" + "x" * 10_000}).encode()
-    ((verdict, evidence),) = runner.parse_lines(text, ["k-rows"])[0].values()
-    assert verdict == "ok" and evidence.startswith("\\x1b[2Jx") and len(evidence) == runner.EVIDENCE_LIMIT
+    ((verdict, evidence),) = messages.parse(text, ["k-rows"])[0].values()
+    assert verdict == "ok" and evidence.startswith("\\x1b[2Jx") and len(evidence) == messages.EVIDENCE_LIMIT
 
 
 def test_the_caller_s_settings_do_not_reach_the_target(tmp_path, monkeypatch):
@@ -298,6 +316,18 @@ def test_the_highest_status_of_all_targets_counts(tmp_path, capsys):
     (only,) = json.loads(out.read_text())
     assert list(only) == ["target", "version", "reach", "notes", "probes"]
     assert set(only["probes"][0]) == {"id", "verdict", "evidence", "reference", "remedy"}
+
+
+def test_a_reader_that_goes_changes_no_status_and_the_json_is_there(tmp_path, monkeypatch):
+    bad, out = doctor_targets.folder(tmp_path / "bad", broken("if slot >= 0:", "if True:")), tmp_path / "r.json"
+
+    def gone(*values):
+        assert json.loads(out.read_text())
+        raise BrokenPipeError
+
+    monkeypatch.setattr(report, "print_table", gone)
+    monkeypatch.setattr(process, "to_nowhere", lambda stream: None)
+    assert report.main([str(bad)], json=str(out)) == 1
 
 
 def test_the_probes_have_the_promised_ids_in_the_promised_order():

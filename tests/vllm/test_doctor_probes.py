@@ -49,6 +49,20 @@ def test_a_careful_merge_is_ok_and_a_careless_one_is_not(tmp_path):
     assert verdict == "defect" and "-inf and NaN gives nan for 3" in evidence
 
 
+@pytest.mark.parametrize("natural", [True, False])
+def test_a_right_output_with_a_wrong_lse_is_a_defect(tmp_path, natural):
+    """Whoever merges the result once more, as a cached context does, weighs it by that."""
+    function, run = ag_rs()["cp_lse_ag_out_rs"]
+
+    def off_by_a_bit(*args, is_lse_base_on_e=True, **kwargs):
+        out, lse = function(*args, is_lse_base_on_e=is_lse_base_on_e, **kwargs)
+        return out, lse + 0.01 if is_lse_base_on_e is natural else lse
+
+    verdict, evidence = merge.empty_rows({"cp_lse_ag_out_rs": (off_by_a_bit, run)}, tmp_path, "cpu", silent)
+    assert verdict == "defect" and " gives lse " in evidence
+    assert ("(natural log)" in evidence, "(base 2)" in evidence) == (natural, not natural)
+
+
 def test_a_merge_in_the_wrong_base_is_a_defect(tmp_path):
     function, run = ag_rs()["cp_lse_ag_out_rs"]
 
@@ -57,26 +71,6 @@ def test_a_merge_in_the_wrong_base_is_a_defect(tmp_path):
 
     verdict, evidence = merge.empty_rows({"cp_lse_ag_out_rs": (always_natural, run)}, tmp_path, "cpu", silent)
     assert verdict == "defect" and "(base 2): two ranks with keys gives 8.808 for 8" in evidence
-
-
-def test_a_merge_with_the_right_output_and_another_lse_is_a_defect(tmp_path):
-    function, run = ag_rs()["cp_lse_ag_out_rs"]
-
-    def shifted(*args, **kwargs):
-        out, lse = function(*args, **kwargs)
-        return out, lse + 1.0
-
-    verdict, evidence = merge.empty_rows({"cp_lse_ag_out_rs": (shifted, run)}, tmp_path, "cpu", silent)
-    assert verdict == "defect" and "two ranks with keys gives lse 3.303 for 2.303" in evidence
-
-
-@pytest.mark.parametrize(("share", "always"), [(0.0, False), (0.4, False), (0.6, True), (1.0, True)])
-def test_the_peak_is_judged_by_what_it_lies_nearer_to(monkeypatch, share, always):
-    needed = lambda op, rows, heads, topk: int(  # noqa: E731
-        workspace.result_bytes(rows, heads) + share * workspace.always_bytes(rows, heads)
-    )
-    monkeypatch.setattr(workspace, "peak_bytes", needed)
-    assert [size["always"] for size in workspace.measure(None)] == [always] * len(workspace.SIZES)
 
 
 def test_the_declared_base_is_read_and_an_unknown_signature_is_not_guessed(tmp_path):
@@ -208,6 +202,21 @@ def test_a_library_says_its_version_and_its_file(built):
     assert nccl.loaded_nccl({"VLLM_NCCL_SO_PATH": str(built) + ".no"}) is None  # vLLM looks nowhere else then
     found = collective.silent_collective(communicators(through_torch), {"VLLM_NCCL_SO_PATH": str(built)}, silent)
     assert found[0] == "defect" and f"({built}) lacks ncclAllReduce, ncclCommSuspend" in found[1]
+
+
+# --- split workspace --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("rows", "heads", "healthy_mib", "broken_mib"), [(132, 64, 8.28, 42.35), (8192, 64, 514.0, 2567.0)]
+)
+def test_a_peak_says_whether_accumulators_are_always_allocated(rows, heads, healthy_mib, broken_mib):
+    """Peaks that an H200 had, without and with the fix; the line lies half way between them."""
+    healthy, broken = (round(mib * workspace.MIB) for mib in (healthy_mib, broken_mib))
+    assert workspace.allocates_always(broken, rows, heads) and not workspace.allocates_always(healthy, rows, heads)
+    middle = workspace.result_bytes(rows, heads) + (broken - healthy) // 2
+    assert workspace.allocates_always(middle + middle // 8, rows, heads)
+    assert not workspace.allocates_always(middle - middle // 8, rows, heads)
 
 
 # --- attention layer --------------------------------------------------------------------------------------------------

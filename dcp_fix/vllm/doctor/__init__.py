@@ -3,6 +3,7 @@
     target.py     what is examined: installed, wheel, folder, release        nothing of it is executed
     runner.py     one child process per target, with a time limit            nothing of it is executed
     child.py      the child: loads parts of the target, runs the probes      *executes the target's code*
+    messages.py   what the child says: its lines, their allowed values
     world.py      how single modules run without importing vLLM, among stand_ins.py
     leash.py      ends the child and all that it started
     probes/       what is asked of a target, one module per part of it

@@ -13,9 +13,9 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from dcp_fix.errors import shown
 from dcp_fix.vllm.doctor.target import Target, TargetError, version_of
 from dcp_fix.vllm.doctor.wheel import unpack
-from dcp_fix.vllm.printable import printable
 
 
 @contextlib.contextmanager
@@ -31,9 +31,9 @@ def opened(spec: str | None) -> Iterator[Target]:
     try:
         temporary = tempfile.TemporaryDirectory(prefix="dcp-fix-doctor-", ignore_cleanup_errors=True)
     except OSError as error:
-        raise TargetError(f"no temporary folder to unpack {printable(spec)} into: {error}; set TMPDIR") from error
+        raise TargetError(f"no temporary folder to unpack {shown(spec)} into: {error}; set TMPDIR") from error
     with temporary as place:
-        yield Target(printable(spec), Path(place), unpack(Path(spec), Path(place)))
+        yield Target(shown(spec), Path(place), unpack(Path(spec), Path(place)))
 
 
 def kind_of(spec: str) -> str:
@@ -46,7 +46,7 @@ def kind_of(spec: str) -> str:
         why = "is no file or folder" if Path(spec).exists() else "no such file or folder"
     except (OSError, ValueError) as error:
         why = f"no path ({error.strerror if isinstance(error, OSError) else error})"
-    raise TargetError(f"{printable(spec)}: {why}; give a vLLM wheel, a site-packages folder or a checkout")
+    raise TargetError(f"{shown(spec)}: {why}; give a vLLM wheel, a site-packages folder or a checkout")
 
 
 def installed() -> Target:
@@ -70,7 +70,7 @@ def distribution_elsewhere(package: Path) -> str | None:
     for distribution in importlib.metadata.distributions(name="vllm"):
         place, version = Path(distribution.locate_file("vllm")), distribution.metadata.get("Version")
         if version and (place / "__init__.py").is_file() and place.resolve() != package.resolve():
-            return f"{package} is imported, and hides the vLLM {printable(version, 60)} that is installed in {place}"
+            return f"{package} is imported, and hides the vLLM {shown(version, 60)} that is installed in {place}"
     return None
 
 
@@ -79,5 +79,5 @@ def folder(path: Path) -> Target:
     if path.name == "vllm" and (path / "__init__.py").is_file() and not (path / "vllm" / "__init__.py").is_file():
         path = path.absolute().parent
     if not (path / "vllm" / "__init__.py").is_file():
-        raise TargetError(f"{printable(str(path))}: not a vLLM, it holds no vllm/__init__.py")
-    return Target(printable(str(path)), path.resolve(), *version_of(path))
+        raise TargetError(f"{shown(path)}: not a vLLM, it holds no vllm/__init__.py")
+    return Target(shown(path), path.resolve(), *version_of(path))

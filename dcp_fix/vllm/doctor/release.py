@@ -7,8 +7,8 @@ import sys
 import tempfile
 from pathlib import Path
 
+from dcp_fix.errors import shown
 from dcp_fix.vllm.doctor.target import TargetError
-from dcp_fix.vllm.printable import printable
 
 # What releases from 0.12.0 on are tagged with.
 WHEEL_PLATFORMS = tuple(f"manylinux_2_{minor}_x86_64" for minor in (28, 31, 34, 35, 39)) + (
@@ -39,7 +39,7 @@ def cache_folder() -> Path:
 def fetch_release(version: str) -> Path:
     """The x86-64 wheel of that release (about 300 MB), from the cache folder or downloaded into it with pip."""
     if not re.fullmatch(r"\d{1,9}(\.\d{1,9}){1,4}((a|b|rc)\d{1,9})?(\.post\d{1,9})?", version):
-        raise TargetError(f"--release {printable(version)!r}: not a version like 0.29.0")
+        raise TargetError(f"--release {shown(version)!r}: not a version like 0.29.0")
     cache = cache_folder()
     pattern = f"vllm-{version}-*x86_64.whl"
     try:
@@ -69,7 +69,7 @@ def download(version: str, cache: Path) -> None:
 
 def refusal(version: str, cache: Path, said: str) -> str:
     """Why pip could not: no index, no space, or no such release."""
-    last = printable((said.strip().splitlines() or ["pip gave no reason"])[-1])
+    last = shown((said.strip().splitlines() or ["pip gave no reason"])[-1])
     if FULL.search(said):
         return f"no space for its wheel in {cache} ({last}); set DCP_FIX_CACHE"
     if UNREACHABLE.search(said):

@@ -5,16 +5,14 @@ needs nothing but the target. The highest of all targets counts. Standard output
 the JSON and nothing else; errors and progress go to standard error.
 """
 
-import contextlib
-import signal
 import sys
-import threading
 from dataclasses import asdict, dataclass
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from dcp_fix.errors import escaped, shown, shown_lines
 from dcp_fix.evidence import output
 from dcp_fix.vllm.doctor.opening import opened
 from dcp_fix.vllm.doctor.probes import PROBES
@@ -22,7 +20,6 @@ from dcp_fix.vllm.doctor.reach import PROBED, reach
 from dcp_fix.vllm.doctor.release import fetch_release
 from dcp_fix.vllm.doctor.runner import Finding, finding, probe_target
 from dcp_fix.vllm.doctor.target import TargetError
-from dcp_fix.vllm.printable import printable
 from dcp_fix.vllm.repairs import REPAIRED
 
 COLOURS = {"ok": "green", "defect": "bold red", "not-applicable": "dim", "not-run": "yellow"}
@@ -66,21 +63,29 @@ def examine(spec: str | None, *, release: str | None = None, with_plugin: bool =
                 )
             return Report(name if release else target.name, target.version, findings, notes=tuple(notes), reach=who)
     except TargetError as error:
-        return Report(printable(name), None, [finding(p, "not-run", str(error)) for p in PROBES], error=str(error))
+        return Report(shown(name), None, [finding(p, "not-run", str(error)) for p in PROBES], error=str(error))
 
 
 # --- output -----------------------------------------------------------------------------------------------------------
 
 
+def print_tables(reports: list[Report]):
+    """Every target that could be read."""
+    for report in reports:
+        if not report.error:
+            print_table(Console(soft_wrap=False), report)
+
+
 def print_table(console: Console, report: Report):
     """One target: a table, then a line per defect with its remedy."""
-    console.print(Text(f"{report.target}  (vLLM {report.version or 'of unknown version'})"), soft_wrap=True)
-    caption = Text("\n".join(report.notes)) if report.notes else None
+    version = report.version or "of unknown version"
+    console.print(Text(f"{escaped(report.target)}  (vLLM {version})"), soft_wrap=True)
+    caption = Text("\n".join(map(escaped, report.notes))) if report.notes else None
     table = Table(caption=caption, caption_justify="left")
     for column in ("probe", "verdict", "evidence"):
         table.add_column(column, no_wrap=column != "evidence")
     for probe in report.probes:
-        table.add_row(probe.id, f"[{COLOURS[probe.verdict]}]{probe.verdict}[/]", Text(probe.evidence))
+        table.add_row(probe.id, f"[{COLOURS[probe.verdict]}]{probe.verdict}[/]", Text(escaped(probe.evidence)))
     console.print(table)
     for probe in report.probes:
         if probe.verdict == "defect":
@@ -91,45 +96,23 @@ def print_table(console: Console, report: Report):
     console.print()
 
 
-@contextlib.contextmanager
-def signals_that_end():
-    """SIGINT, SIGTERM and SIGHUP end the command as an exception does: children and unpacked wheels go first."""
-
-    def leave(number, frame):
-        raise SystemExit(128 + number)
-
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    before = {number: signal.signal(number, leave) for number in numbers if signal.getsignal(number) != signal.SIG_IGN}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
 def main(targets, *, releases=(), with_plugin=False, serve_args=None, json: str | None = None) -> int:
     """Examine every target in turn; returns the exit status."""
     if serve_args is not None:
         from dcp_fix.vllm.doctor.probes.arguments import checked
 
         checked(serve_args)  # a mistake in them is the caller's, and is said before any probe runs
-    if json not in (None, "-"):
-        output.check(json)
+    output.check(json)
     jobs = [*((t, None) for t in targets), *((None, r) for r in releases)] or [(None, None)]
-    console, errors, reports = Console(soft_wrap=False), Console(stderr=True), []
-    with signals_that_end():
-        for spec, release in jobs:
-            what = printable(release or spec or "the vLLM of this environment")
-            with errors.status(Text(f"examining {what}")):
-                reports.append(examine(spec, release=release, with_plugin=with_plugin, serve_args=serve_args))
-    if json:
-        output.write_json(json, [report.as_json() for report in reports])
-    for report in reports:
-        if report.error:
-            print(f"error: {report.error}", file=sys.stderr)
-        elif json != "-":
-            print_table(console, report)
+    errors, reports = Console(stderr=True), []
+    for spec, release in jobs:
+        what = shown(release or spec or "the vLLM of this environment")
+        with errors.status(Text(f"examining {what}")):
+            reports.append(examine(spec, release=release, with_plugin=with_plugin, serve_args=serve_args))
+    try:
+        output.deliver(json, [report.as_json() for report in reports], print_tables, reports)
+    finally:
+        for report in reports:
+            if report.error:
+                print(f"error: {shown_lines(report.error)}", file=sys.stderr)
     return max(report.status() for report in reports)

@@ -16,15 +16,14 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+from dcp_fix.errors import shown
+from dcp_fix.vllm.doctor.messages import END, Begin, parse
 from dcp_fix.vllm.doctor.probes import PROBES, VERDICTS, Probe
 from dcp_fix.vllm.doctor.target import Target
-from dcp_fix.vllm.printable import printable
 
 TIME_LIMIT = 60.0  # seconds for one target; it takes 3 to 5
 MESSAGE_LIMIT = 1 << 20  # bytes that a child may report; it reports about 10 kB
-EVIDENCE_LIMIT = 2000  # characters; the longest that a probe writes is 700
 LEASH = 10.0  # seconds for a child to end what it started
-END = b'{"end": true}\n'
 
 
 @dataclass(frozen=True)
@@ -78,13 +77,13 @@ def configuration(target: Target, serve_args) -> dict:
     return {"configuration": configuration(checked(serve_args), target.root)}
 
 
-def blame(left: list[Probe], last: dict | None, end: str) -> dict:
+def blame(left: list[Probe], last: Begin | None, end: str) -> dict:
     """Verdicts for the probe that was running when the child ended, and for those that cannot do better."""
-    running = next((probe for probe in left if last and probe.id == last.get("begin")), None)
+    running = next((probe for probe in left if last and probe.id == last.begin), None)
     if running is None:
         return {probe.id: ("not-run", f"the probe process {end} before it reported anything") for probe in left}
-    where = f"the target's code {end} in: {printable(last['case'])}"
-    if not last["control"]:
+    where = f"the target's code {end} in: {shown(last.case)}"
+    if not last.control:
         return {running.id: ("defect", where)}
     return {probe.id: ("not-run", where) for probe in left if probe.code == running.code}
 
@@ -92,8 +91,8 @@ def blame(left: list[Probe], last: dict | None, end: str) -> dict:
 # --- one child --------------------------------------------------------------------------------------------------------
 
 
-def run_child(request: dict, probes: list[str], deadline: float) -> tuple[dict, dict | None, str]:
-    """({id: (verdict, evidence)}, the last `begin` message, how the child ended)"""
+def run_child(request: dict, probes: list[str], deadline: float) -> tuple[dict, Begin | None, str]:
+    """({id: (verdict, evidence)}, the last case that was begun, how the child ended)"""
     reader, writer = os.pipe()
     leash, held = os.pipe()
     environment = {name: value for name, value in os.environ.items() if name.startswith("VLLM_")}
@@ -118,7 +117,7 @@ def run_child(request: dict, probes: list[str], deadline: float) -> tuple[dict, 
             text, in_time = read_until(pipe, deadline)
         finally:  # also when this process is interrupted
             end = finish(child, lifeline, in_time)
-    return *parse_lines(text, probes), end
+    return *parse(text, probes), end
 
 
 def child_environment(on_cpu: bool) -> dict:
@@ -166,40 +165,3 @@ def finish(child: subprocess.Popen, lifeline, in_time: bool) -> str:
     if not in_time:
         return "did not end within the time limit"
     return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended the process (exit status {code})"
-
-
-def parse_lines(text: bytes, asked: list[str]) -> tuple[dict, dict | None]:
-    """Findings, and the last `begin`. Other lines are ignored: the target may have written to the pipe.
-
-    A line that would be a finding and is none, or that no parser can hold, makes the running probe `not-run`.
-    """
-    said, last, nonsense = {}, None, {}
-    for line in text.decode("utf-8", errors="replace").splitlines():
-        try:
-            message = json.loads(line)
-        except ValueError:
-            continue
-        except RecursionError:
-            message = {"verdict": None}
-        if not isinstance(message, dict):
-            continue
-        if is_begin(message, asked):
-            last = message
-        elif is_finding(message, asked):
-            said[message["id"]] = (message["verdict"], printable(message["evidence"], EVIDENCE_LIMIT))
-        elif "verdict" in message and last:
-            nonsense[last["begin"]] = ("not-run", "its child answered nonsense: a verdict that is none")
-    return said | nonsense, last
-
-
-def is_begin(message: dict, asked: list[str]) -> bool:
-    """Whether it announces a case of a probe that was asked for."""
-    begin, case, control = (message.get(key) for key in ("begin", "case", "control"))
-    return isinstance(begin, str) and begin in asked and isinstance(case, str) and isinstance(control, bool)
-
-
-def is_finding(message: dict, asked: list[str]) -> bool:
-    """Whether it is the verdict of a probe that was asked for."""
-    probe, verdict, evidence = (message.get(key) for key in ("id", "verdict", "evidence"))
-    strings = all(isinstance(value, str) for value in (probe, verdict, evidence))
-    return strings and probe in asked and verdict in VERDICTS

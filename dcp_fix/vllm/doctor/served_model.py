@@ -6,14 +6,20 @@
 Nothing is downloaded. A folder's config.json is read whole only if it is a file of reasonable size.
 """
 
-import json
+from __future__ import annotations
+
 import re
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from dcp_fix.errors import UserError
+from pydantic import ConfigDict
 
-LONGEST = 1 << 22  # bytes of a config.json
+from dcp_fix.bounded import MIB, read_json
+from dcp_fix.errors import UserError, shown
+from dcp_fix.schema import Schema, allowed, checked
+
+LARGEST = 4 * MIB  # of a config.json
 MOST_HEADS = 1 << 16
 # Names without what may stand between their parts: GLM-5.2, GLM5.2, glm_5.2. GLM-5-Next and GLM-5V are other models.
 BY_NAME = ((re.compile(r"glm5(?!next|v|\d{3})"), 64, True), (re.compile(r"deepseekv32"), 128, False))
@@ -34,6 +40,18 @@ class ServedModel:
         return f"{self.heads} attention heads {self.said_by}" if self.heads else "an unknown number of heads"
 
 
+class ConfigFile(Schema):
+    """What is read of a config.json of any model; a multimodal one holds the language model's part in text_config."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    num_attention_heads: int | None = allowed(f"a whole number, 1 .. {MOST_HEADS}", None, ge=1, le=MOST_HEADS)
+    architectures: list[str] | None = allowed("a list of names", None)
+    model_type: str | None = allowed("a name", None)
+    index_topk: Any = None
+    text_config: ConfigFile | None = allowed("an object", None)
+
+
 def describe(model: str) -> ServedModel:
     """From a local folder's config.json, else from the name. UserError for a config.json that is none."""
     config = Path(model, "config.json")
@@ -47,16 +65,12 @@ def describe(model: str) -> ServedModel:
 
 
 def of_config(path: Path) -> ServedModel:
-    """What a config.json says; a multimodal one holds the language model's part in text_config."""
+    """What a config.json says. UserError on one line, for a verdict."""
     try:
-        with open(path, "rb") as file:
-            content = json.loads(file.read(LONGEST))
-        text = content.get("text_config", content)
-        heads = text.get("num_attention_heads")
-        kinds = [*(content.get("architectures") or ()), text.get("model_type"), content.get("model_type")]
-    except (ValueError, AttributeError, TypeError, RecursionError, OSError) as error:
-        raise UserError(f"{path}: not a model's config.json ({' '.join(str(error).split())[:200]})") from None
-    if heads is not None and (type(heads) is not int or not 0 < heads <= MOST_HEADS):
-        raise UserError(f"{path}: num_attention_heads is {str(heads)[:40]!r}; a whole number from 1 on is wanted")
+        whole = checked(ConfigFile, read_json(path, LARGEST, nan=True), shown(path))
+    except UserError as error:
+        raise UserError("; ".join(str(error).split("\n"))) from None
+    part = whole.text_config or whole
+    kinds = [*(whole.architectures or ()), part.model_type, whole.model_type]
     is_glm = "GlmMoeDsaForCausalLM" in kinds or "glm_moe_dsa" in kinds
-    return ServedModel(heads, is_glm, "index_topk" in text, f"(said by {path})")
+    return ServedModel(part.num_attention_heads, is_glm, "index_topk" in part.model_fields_set, f"(said by {path})")

@@ -13,9 +13,8 @@ Not here: proof. An end names what fits, a probe says whether this vLLM has it.
 import json
 from dataclasses import dataclass
 
-from dcp_fix.errors import UserError
+from dcp_fix.errors import UserError, shown
 from dcp_fix.vllm.doctor.probes import FORCE_MQA
-from dcp_fix.vllm.printable import printable
 
 QUESTIONS = {
     "looks": (
@@ -148,15 +147,13 @@ def parse(text: str) -> dict[str, str]:
     try:
         given = json.loads(text) if text.lstrip().startswith("{") else dict(p.split("=") for p in text.split(",") if p)
     except (ValueError, RecursionError):
-        raise UserError(f"--answers {printable(text, 60)!r}: give JSON, or looks=nan,dcp1=no") from None
+        raise UserError(f"--answers {shown(text, 60)!r}: give JSON, or looks=nan,dcp1=no") from None
     for question, answer in given.items():
         if question not in QUESTIONS:
-            raise UserError(f"--answers: there is no question {printable(question, 40)!r}, only {', '.join(QUESTIONS)}")
+            raise UserError(f"--answers: there is no question {shown(question, 40)!r}, only {', '.join(QUESTIONS)}")
         allowed = [*QUESTIONS[question][1], UNKNOWN]
         if answer not in allowed:
-            raise UserError(
-                f"--answers: {question} is answered by {', '.join(allowed)}, not {printable(str(answer), 40)!r}"
-            )
+            raise UserError(f"--answers: {question} is answered by {', '.join(allowed)}, not {shown(answer, 40)!r}")
     return given
 
 

@@ -7,7 +7,7 @@ from rich.console import Console
 
 from dcp_fix.evidence import output
 from dcp_fix.vllm.doctor import symptom
-from dcp_fix.vllm.doctor.report import Report, examine, print_table, signals_that_end
+from dcp_fix.vllm.doctor.report import Report, examine, print_table
 
 
 def ask(question: str) -> str:
@@ -32,20 +32,16 @@ def main(targets, *, releases=(), answers: str | None = None, json: str | None =
 
     Exit status: that of the probes that were run, 0 where none was.
     """
-    if json not in (None, "-"):
-        output.check(json)
+    output.check(json)
     known = None if answers is None else symptom.parse(answers)
     said, end = symptom.diagnose(ask if known is None else lambda question: known.get(question, symptom.UNKNOWN))
     spec, release = (targets[0], None) if targets else (None, releases[0]) if releases else (None, None)
     report = None
     if end.probes and (targets or releases or importlib.util.find_spec("vllm")):
-        with signals_that_end():
-            found = examine(spec, release=release)
+        found = examine(spec, release=release)
         report = replace(found, probes=[probe for probe in found.probes if probe.id in end.probes])
-    if json:
-        output.write_json(json, symptom.as_json(said, end) | {"report": report.as_json() if report else None})
-    if json != "-":
-        show_end(end, report)
+    content = symptom.as_json(said, end) | {"report": report.as_json() if report else None}
+    output.deliver(json, content, show_end, end, report)
     return report.status() if report else 0
 
 

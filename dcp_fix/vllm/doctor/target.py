@@ -8,8 +8,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from dcp_fix.errors import UserError
-from dcp_fix.vllm.printable import printable
+from dcp_fix.errors import UserError, shown
 
 METADATA_VERSION = re.compile(r"^Version:[ \t]*(\S+)", re.MULTILINE)
 SCM_VERSION = re.compile(r"^(?:__version__ = )?version = ['\"]([^'\"\n]+)['\"]", re.MULTILINE)
@@ -61,4 +60,4 @@ def version_in(path: Path, pattern: re.Pattern) -> str | None:
 def version_from(content: bytes, pattern: re.Pattern) -> str | None:
     """What `pattern` finds in `content`."""
     found = pattern.search(content.decode("utf-8", errors="replace"))
-    return printable(found[1], 60) if found else None
+    return shown(found[1], 60) if found else None

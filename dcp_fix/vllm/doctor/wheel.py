@@ -14,8 +14,8 @@ import zipfile
 import zlib
 from pathlib import Path, PurePosixPath
 
+from dcp_fix.errors import shown
 from dcp_fix.vllm.doctor.target import LONGEST, METADATA_VERSION, TargetError, version_from
-from dcp_fix.vllm.printable import printable
 
 # Folders, and single files, of which the probes load or read modules.
 NEEDED = (
@@ -48,26 +48,26 @@ DAMAGE = (
 
 def unpack(path: Path, destination: Path) -> str:
     """Unpack what is needed of the wheel at `path` into the folder `destination`; returns its version."""
-    shown = printable(str(path))
+    name = shown(path)
     try:
         if not zipfile.is_zipfile(path):
-            raise TargetError(f"{shown}: {what_else(path)}")
+            raise TargetError(f"{name}: {what_else(path)}")
         with zipfile.ZipFile(path) as archive:
-            version, members = checked(shown, archive)
+            version, members = checked(name, archive)
             for member in members:
-                write(shown, archive, member, destination / member.filename)
+                write(name, archive, member, destination / member.filename)
             return version
     except TargetError:
         raise
     except DAMAGE as error:
-        raise TargetError(f"{shown}: damaged or truncated wheel ({why(error)}); fetch it again") from error
+        raise TargetError(f"{name}: damaged or truncated wheel ({why(error)}); fetch it again") from error
     except OSError as error:
-        raise TargetError(f"{shown}: {reason(error, destination)}") from error
+        raise TargetError(f"{name}: {reason(error, destination)}") from error
 
 
 def why(error: Exception) -> str:
     """The error on one line."""
-    return printable(" ".join(f"{type(error).__name__}: {error}".split()), 120)
+    return shown(" ".join(f"{type(error).__name__}: {error}".split()), 120)
 
 
 def reason(error: OSError, destination: Path) -> str:
@@ -91,23 +91,23 @@ def what_else(path: Path) -> str:
 # --- members ----------------------------------------------------------------------------------------------------------
 
 
-def checked(shown: str, archive: zipfile.ZipFile) -> tuple[str, list[zipfile.ZipInfo]]:
+def checked(name: str, archive: zipfile.ZipFile) -> tuple[str, list[zipfile.ZipInfo]]:
     """(version, the members to unpack). TargetError for what must not be unpacked and what is no vLLM."""
     if unsafe := [m.filename for m in archive.infolist() if not is_safe(m)]:
-        raise TargetError(f"{shown}: refused, member {printable(unsafe[0])!r} would be written outside its folder")
+        raise TargetError(f"{name}: refused, member {shown(unsafe[0])!r} would be written outside its folder")
     names = set(archive.namelist())
     metadata = [n for n in names if re.fullmatch(r"[^/]+\.dist-info/METADATA", n)]
     ours = [n for n in metadata if n.startswith("vllm-")]
     if len(ours) != 1 or "vllm/__init__.py" not in names:
-        other = f"it is {printable(metadata[0].split('.dist-info')[0], 60)}" if metadata and not ours else "it holds"
-        raise TargetError(f"{shown}: not a vLLM wheel: {other} no vllm/__init__.py with one vllm-*.dist-info")
-    version = version_from(read(shown, archive, archive.getinfo(ours[0]), LONGEST, whole=False), METADATA_VERSION)
+        other = f"it is {shown(metadata[0].split('.dist-info')[0], 60)}" if metadata and not ours else "it holds"
+        raise TargetError(f"{name}: not a vLLM wheel: {other} no vllm/__init__.py with one vllm-*.dist-info")
+    version = version_from(read(name, archive, archive.getinfo(ours[0]), LONGEST, whole=False), METADATA_VERSION)
     if version is None:
-        raise TargetError(f"{shown}: not a vLLM wheel, its METADATA names no version")
+        raise TargetError(f"{name}: not a vLLM wheel, its METADATA names no version")
     members = [m for m in archive.infolist() if wanted(m.filename)]
     size = sum(m.file_size for m in members if m.filename != COMPILED)
     if size > UNPACKED_LIMIT:
-        raise TargetError(f"{shown}: refused, {size} bytes to unpack where {UNPACKED_LIMIT} are allowed")
+        raise TargetError(f"{name}: refused, {size} bytes to unpack where {UNPACKED_LIMIT} are allowed")
     return version, members
 
 
@@ -126,20 +126,20 @@ def is_safe(member: zipfile.ZipInfo) -> bool:
     return plain and not link
 
 
-def read(shown: str, archive, member: zipfile.ZipInfo, limit: int, whole: bool = True) -> bytes:
+def read(name: str, archive, member: zipfile.ZipInfo, limit: int, whole: bool = True) -> bytes:
     """At most `limit` bytes of a member. A compression that cannot be read in bounded steps is refused."""
     if member.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
-        raise TargetError(f"{shown}: refused, {printable(member.filename)} is compressed as no wheel is")
+        raise TargetError(f"{name}: refused, {shown(member.filename)} is compressed as no wheel is")
     with archive.open(member) as file:
         content = file.read(limit)
         if whole and file.read(1):
-            raise TargetError(f"{shown}: refused, {printable(member.filename)} unpacks to more than {limit} bytes")
+            raise TargetError(f"{name}: refused, {shown(member.filename)} unpacks to more than {limit} bytes")
     return content
 
 
-def write(shown: str, archive, member: zipfile.ZipInfo, place: Path) -> None:
+def write(name: str, archive, member: zipfile.ZipInfo, place: Path) -> None:
     """One member as a file."""
     limit = COMPILED_LIMIT if member.filename == COMPILED else UNPACKED_LIMIT
-    content = read(shown, archive, member, min(limit, member.file_size))
+    content = read(name, archive, member, min(limit, member.file_size))
     place.parent.mkdir(parents=True, exist_ok=True)
     place.write_bytes(content)

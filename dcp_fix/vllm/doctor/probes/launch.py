@@ -23,7 +23,7 @@ STAND_INS = {"vllm.config.cache": module(get_kv_cache_dtype_handler=lambda name:
 
 TOKENS, Q_DIM, LATENT, ROPE, INDEX_DIM, TOPK, BLOCK, EPS = 4, 48, 512, 64, 128, 40, 64, 1e-6
 OWNED = (3, 70, 2, 64)  # two blocks, no order
-MIXED = (0, -1, 70, -1)  # the first slot of all too: 0 is owned like any other
+MIXED = (0, -1, 70, -1)  # slot 0 is owned like any other
 NEGATIVE = (-1,) * TOKENS
 GUARD_BLOCKS = 2  # a write at slot -1 lands in front of the cache, where it must be seen and do no harm
 POISON, UNTOUCHED = 0x7F, 77  # of bytes, of top-k entries

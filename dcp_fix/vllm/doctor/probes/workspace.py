@@ -83,6 +83,11 @@ def peak_bytes(op, rows, heads, topk) -> int:
     return torch.cuda.max_memory_allocated() - before
 
 
+def allocates_always(peak: int, rows: int, heads: int) -> bool:
+    """Whether a peak holds accumulators beside the result: more than half of those that are always allocated."""
+    return peak > result_bytes(rows, heads) + always_bytes(rows, heads) / 2
+
+
 def measure(op) -> list[dict]:
     """Peak and result of every size, in MiB, and whether the peak says `always`."""
     return [
@@ -90,7 +95,7 @@ def measure(op) -> list[dict]:
             size=f"{rows} rows x {heads} heads, {topk} keys",
             peak_mib=round(peak / MIB, 2),
             result_mib=round(result_bytes(rows, heads) / MIB, 2),
-            always=peak > result_bytes(rows, heads) + always_bytes(rows, heads) / 2,
+            always=allocates_always(peak, rows, heads),
         )
         for rows, heads, topk in SIZES
         for peak in [peak_bytes(op, rows, heads, topk)]
