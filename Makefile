@@ -3,7 +3,8 @@
 # make clean  remove what the others made                           make slides     HTML slides of the notebooks
 #
 # Not part of make test: make mutants (defects put in, one at a time), make fuzz (10,000 inputs a property),
-# make endure (thousands of requests through one engine); their figures are in tests/figures.
+# make endure (thousands of requests through one engine), make environments (other versions and surroundings); their
+# figures are in tests/figures. make lock writes requirements.lock anew when constraints.txt has changed.
 #
 # Set-up happens once, in .venv, and again only when pyproject.toml or constraints.txt changes.
 # PYTHON=/path/to/python3.12 chooses the interpreter; without it the first Python 3.11 or 3.12 found is taken.
@@ -11,7 +12,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := demo
-.PHONY: demo test lab notebooks slides clean mutants fuzz endure
+.PHONY: demo test lab notebooks slides clean mutants fuzz endure environments lock
 
 PYTHON ?=
 VENV := .venv
@@ -50,6 +51,13 @@ fuzz: $(VENV)/.all
 
 endure: $(VENV)/.all
 	$(PY) -m tests.endure
+
+environments: $(VENV)/.all
+	$(PY) -m tests.environments
+
+lock: $(VENV)/.all
+	$(PIP_INSTALL) uv
+	$(PY) -m tests.lock
 
 clean:
 	rm -rf $(VENV) build dist slides *.egg-info .pytest_cache .ruff_cache .hypothesis

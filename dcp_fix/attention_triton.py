@@ -24,6 +24,7 @@ import triton
 import triton.language as tl
 
 from dcp_fix import workspace
+from dcp_fix.interpreter import check_interpreter
 from dcp_fix.kv_cache import LATENT, ROPE, TILE, TILES, latent_views
 
 FEW_HEADS = 16  # of a program, also of more heads where that many programs have a multiprocessor each
@@ -200,6 +201,8 @@ def sparse_partial_triton(q, kv, slots, scale, cache_format=None, kv_scale=None,
     device. Without a plan it makes one, that may unpack the cache.
     """
     (tokens, heads, _), topk = q.shape, slots.shape[1]
+    if not q.is_cuda:
+        check_interpreter()
     q = q if q.stride(2) == 1 else q.contiguous()
     out = torch.empty(tokens, heads, LATENT, device=q.device)
     lse = torch.empty(tokens, heads, device=q.device)

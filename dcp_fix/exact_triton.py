@@ -24,6 +24,7 @@ import triton
 import triton.language as tl
 
 from dcp_fix.attention_triton import _LATENT, TYPES, _walk, block_sizes, cache_arguments
+from dcp_fix.interpreter import check_interpreter
 from dcp_fix.kv_cache import LATENT
 
 HEADS = 64  # what every D asks the block sizes for
@@ -109,6 +110,8 @@ def _merge_node(parts, stride, logs, log_stride, out, lse, NODES: tl.constexpr):
 def leaf_partials_triton(q, kv, slots, ids, leaf_of, classes, heads, scale, cache_format=None, kv_scale=None, splits=1):
     """exact.leaf_partials. All heads of the group go through one grid; `heads`, those of a rank, matter to none."""
     (tokens, total, _), topk = q.shape, slots.shape[1]
+    if not q.is_cuda:
+        check_interpreter()
     q = q if q.stride(2) == 1 else q.contiguous()
     out = torch.empty(splits * classes, tokens, total, LATENT, device=q.device)
     lse = torch.empty(splits * classes, tokens, total, device=q.device)

@@ -6,6 +6,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+from dcp_fix.interpreter import InterpreterUnusable
+
 # `make fuzz` takes the second profile. No deadline: a busy machine is no error.
 for name, examples in {"tests": 200, "fuzz": 10_000}.items():
     settings.register_profile(
@@ -24,6 +26,15 @@ torch.set_num_threads(1)
 # here, or the first file to set it would decide for the files collected after it.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_pyfunc_call():
+    """Skip, with the reason in the report, what Triton's interpreter cannot run under these versions."""
+    try:
+        return (yield)
+    except InterpreterUnusable as reason:
+        pytest.skip(str(reason))
 
 
 def pytest_collection_modifyitems(items):

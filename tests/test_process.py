@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from dcp_fix.process import Stopped, status_of, stoppable
+from tests.heeding import heed_signals
 
 ROOT = Path(__file__).resolve().parent.parent
 LIMIT_S = 600.0  # only catches a hang
@@ -38,16 +39,9 @@ def test_a_signal_that_was_ignored_stays_ignored():
 
 def begun(folder, *arguments, ignored=()):
     """A command in a process of its own, once it has said what it works at."""
-
-    def handlers():
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            signal.signal(number, signal.SIG_DFL)
-        for number in ignored:
-            signal.signal(number, signal.SIG_IGN)
-
     process = subprocess.Popen(
         [sys.executable, "-m", "dcp_fix", *arguments], cwd=folder, env=os.environ | {"PYTHONPATH": str(ROOT)},
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=handlers,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=lambda: heed_signals(ignored),
     )  # fmt: skip
     assert "512 tokens" in process.stderr.readline()
     return process

@@ -27,6 +27,7 @@ from dcp_fix.ranks import launch, place
 from dcp_fix.ranks.torch_group import joined
 from dcp_fix.ranks.watch import BEAT_S, STOPPED, Watch
 from dcp_fix.tiny import corpus
+from tests.heeding import heed_signals
 from tests.processes import run_processes, run_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -263,16 +264,11 @@ def running(tmp_path):
     command += ["--prompts", "300", "--procs", "2", "--record", str(tmp_path / "r.json")]
     log = tmp_path / "log"
     with open(log, "w") as file:
-        launcher = subprocess.Popen(command, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT, preexec_fn=heed_ctrl_c)
+        launcher = subprocess.Popen(command, cwd=ROOT, stdout=file, stderr=subprocess.STDOUT, preexec_fn=heed_signals)
     wait_until(lambda: "512 tokens" in log.read_text() or launcher.poll() is not None)
     assert launcher.poll() is None, log.read_text()
     yield launcher, children(launcher.pid), log
     launcher.kill()
-
-
-def heed_ctrl_c():
-    """In a child: a shell starts its background jobs with SIGINT ignored, and children inherit that."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def wait_until(condition):

@@ -18,6 +18,7 @@ from dcp_fix.vllm.doctor.opening import folder
 from dcp_fix.vllm.doctor.probes import PROBES
 from tests import doctor_targets
 from tests.doctor_targets import SOUND
+from tests.heeding import heed_signals
 
 KERNEL_PROBES = ("query-rows", "k-rows", "owner-only-writes")
 CASE = "    if -1 in slots and q_c_out is not None:\n        "  # reached in a case, never in a control
@@ -237,7 +238,8 @@ def test_a_signal_ends_the_command_with_all_that_it_started(tmp_path, number):
     path = doctor_targets.wheel(tmp_path / "v.whl", looping)
     (tmp_path / "temporary").mkdir()
     environment = {**os.environ, "TMPDIR": str(tmp_path / "temporary")}
-    with subprocess.Popen([sys.executable, "-m", "dcp_fix", "doctor", str(path)], env=environment) as command:
+    argv = [sys.executable, "-m", "dcp_fix", "doctor", str(path)]
+    with subprocess.Popen(argv, env=environment, preexec_fn=heed_signals) as command:
         while not pid_file.exists() or not pid_file.read_text():
             assert command.poll() is None
             time.sleep(0.05)

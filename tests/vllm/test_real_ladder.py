@@ -17,6 +17,7 @@ from dcp_fix.tiny import corpus
 from dcp_fix.vllm import boot_log, preflight, put_back, questions, real_ladder, real_ladder_report, real_rungs
 from dcp_fix.vllm.real_rungs import INSTALLED, PLUGIN, REFERENCE, WORKAROUND, Settings
 from tests import serve_sources
+from tests.heeding import heed_signals
 from tests.vllm import lookalike
 
 pytestmark = pytest.mark.timeout(120)
@@ -207,7 +208,9 @@ def test_an_interrupt_and_a_killed_parent_leave_no_process(host, number, status)
         f"raise SystemExit(real_ladder.main(replace(SMALL, rungs=('dcp1', 'installed')), {str(host.json)!r} and "
         f"__import__('pathlib').Path({str(host.json)!r})))\n"
     )
-    parent = subprocess.Popen([sys.executable, "-c", script], cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    parent = subprocess.Popen(
+        [sys.executable, "-c", script], cwd=ROOT, stderr=subprocess.PIPE, text=True, preexec_fn=heed_signals
+    )
     log = host.path / "r-logs/as-installed.log"
     wait_for(lambda: log.exists() and "hanging" in log.read_text(), parent)
     children = [pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if parent_of(pid) == parent.pid]
