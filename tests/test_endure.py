@@ -19,9 +19,9 @@ def stale_and_kept(pool, tokens, capacity):
 
 
 def test_a_stale_block_and_a_leak_are_both_found():
-    found = endure.endure("exact", 60, 1e9, stale_and_kept)
+    found = endure.endure("exact", 40, 1e9, stale_and_kept)
     assert found["differing"] and found["growth"] > endure.FLAT and not found["ok"]
-    assert found["requests"] == 60 > found["differing"][0] and found["prefix_hits"] > 0
+    assert found["requests"] == 40 > found["differing"][0] and found["prefix_hits"] > 0
 
 
 @pytest.mark.parametrize(

@@ -221,7 +221,7 @@ def test_a_logprob_that_is_no_number_on_one_side_is_different():
     result = run(openai(stub), edited(not_a_number))
     assert result.verdict == "different"
     assert result.rows[0].text_difference is result.rows[0].token_difference is None
-    assert result.rows[0].logprobs.not_numbers == (0, 1)
+    assert result.rows[0].logprobs.not_numbers == (0, 1) and not result.rows[0].logprobs.identical
     assert run(edited(not_a_number), edited(not_a_number)).verdict == "equal"
 
 

@@ -73,7 +73,8 @@ def test_any_answer_is_a_completion_as_it_is_or_one_line(answer):
     choice, usage = answer["choices"][0], answer["usage"]
     assert got.text == choice["text"] and got.token_ids in (None, choice.get("token_ids"))
     assert (got.prompt_ids, got.prompt_tokens) == (choice.get("prompt_token_ids"), usage["prompt_tokens"])
-    assert isinstance(got.encoded, bytes) and (got.token_ids is None or all(type(i) is int for i in got.token_ids))
+    counts = [*(got.token_ids or []), *(got.prompt_ids or []), got.prompt_tokens, got.cached_tokens or 0]
+    assert all(type(count) is int and count >= 0 for count in counts) and isinstance(got.encoded, bytes)
 
 
 @any_answer

@@ -73,26 +73,6 @@ def test_a_merge_in_the_wrong_base_is_a_defect(tmp_path):
     assert verdict == "defect" and "(base 2): two ranks with keys gives 8.808 for 8" in evidence
 
 
-def test_a_merge_with_the_right_output_and_another_lse_is_a_defect(tmp_path):
-    function, run = ag_rs()["cp_lse_ag_out_rs"]
-
-    def shifted(*args, **kwargs):
-        out, lse = function(*args, **kwargs)
-        return out, lse + 1.0
-
-    verdict, evidence = merge.empty_rows({"cp_lse_ag_out_rs": (shifted, run)}, tmp_path, "cpu", silent)
-    assert verdict == "defect" and "two ranks with keys gives lse 3.303 for 2.303" in evidence
-
-
-@pytest.mark.parametrize(("share", "always"), [(0.0, False), (0.4, False), (0.6, True), (1.0, True)])
-def test_the_peak_is_judged_by_what_it_lies_nearer_to(monkeypatch, share, always):
-    needed = lambda op, rows, heads, topk: int(  # noqa: E731
-        workspace.result_bytes(rows, heads) + share * workspace.always_bytes(rows, heads)
-    )
-    monkeypatch.setattr(workspace, "peak_bytes", needed)
-    assert [size["always"] for size in workspace.measure(None)] == [always] * len(workspace.SIZES)
-
-
 def test_the_declared_base_is_read_and_an_unknown_signature_is_not_guessed(tmp_path):
     backends = tmp_path / "vllm/v1/attention/backends/mla"
     backends.mkdir(parents=True)
