@@ -72,8 +72,7 @@ def sets_of(size: int) -> int:
 
 def norm(tokens: int, negative: float, device, pieces, host: bool = False) -> Case:
     """q_out and kv_out against fp64; the caches' bytes have tests of their own."""
-    per_token = 4 * QUERY + 4 * (LATENT + ROPE) + 8 * ROPE + 4 * TOPK + 2 * INDEX_DIM
-    size = tokens * (per_token + round((1 - negative) * (ENTRY_BYTES + INDEX_BYTES)))
+    size = norm_bytes(tokens, negative)
     sets = [norm_inputs(tokens, negative, device, number) for number in range(sets_of(size))]
     contenders = {"here": lambda i: our_norm(sets[i])}
     if pieces:
@@ -82,6 +81,12 @@ def norm(tokens: int, negative: float, device, pieces, host: bool = False) -> Ca
     name = "launch" if host else "norm"
     sizes = {"T": tokens, "negative": negative}
     return Case(name, sizes, len(sets), size, 0, contenders, norm_error, allowed=4e-3, host=host)
+
+
+def norm_bytes(tokens: int, negative: float) -> int:
+    """Bytes that must move, each once; the caches' entries of tokens that own a slot only."""
+    per_token = 4 * QUERY + 4 * (LATENT + ROPE) + 8 * ROPE + 4 * TOPK + 2 * INDEX_DIM
+    return tokens * (per_token + round((1 - negative) * (ENTRY_BYTES + INDEX_BYTES)))
 
 
 def norm_inputs(tokens: int, negative: float, device, seed: int) -> dict:
@@ -150,9 +155,8 @@ def combine(method: str, tokens: int, wire: torch.dtype, device, pieces) -> Case
     from dcp_fix import combine_triton as ours
 
     local = HEADS // DCP
-    part = tokens * HEADS * LATENT * wire.itemsize
-    size = 2 * part if method == "ag_rs" else 2 * part + part + part // DCP
-    sets = [combine_inputs(tokens, wire, device, number) for number in range(sets_of(part))]
+    size = combine_bytes(method, tokens, wire)
+    sets = [combine_inputs(tokens, wire, device, number) for number in range(sets_of(part_bytes(tokens, wire)))]
     results = [torch.full((tokens, local, LATENT), torch.nan, dtype=wire, device=device) for _ in sets]
     theirs = pieces.combine() if pieces and wire == BF16 else None
     contenders = {}
@@ -170,6 +174,17 @@ def combine(method: str, tokens: int, wire: torch.dtype, device, pieces) -> Case
     sizes = {"method": method, "T": tokens, "D": DCP, "wire": str(wire).removeprefix("torch.")}
     error = partial(combine_error, method, *sets[0])
     return Case("combine", sizes, len(sets), size, 0, contenders, error, 2.0**-8 if wire == BF16 else 2e-6)
+
+
+def part_bytes(tokens: int, wire: torch.dtype) -> int:
+    """One rank's output of all heads."""
+    return tokens * HEADS * LATENT * wire.itemsize
+
+
+def combine_bytes(method: str, tokens: int, wire: torch.dtype) -> int:
+    """Bytes that must move, each once: ag_rs reads and writes a part; a2a also reads what came, writes its heads."""
+    part = part_bytes(tokens, wire)
+    return 2 * part if method == "ag_rs" else 2 * part + part + part // DCP
 
 
 def combine_inputs(tokens: int, wire: torch.dtype, device, seed: int) -> tuple[Tensor, Tensor]:

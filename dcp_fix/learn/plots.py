@@ -1,9 +1,9 @@
 """The figures that several notebooks share: boxes by rank, rows written and unwritten, tokens against DCP1's.
 
-A colour has one meaning on every page, and `meanings` draws the list: a rank, healthy or broken, written or not. The
-colours are Okabe and Ito's and Paul Tol's, which people with any common colour blindness can tell apart, and never the
-only sign: boxes carry words or numbers, lines carry markers, unwritten rows are hatched. Size and resolution are fixed
-by `style`.
+A colour has one meaning on every page, and `meanings` draws the list: a rank, healthy or broken, written or not, whose
+kernel. The colours are Okabe and Ito's, Paul Tol's and Cynthia Brewer's, which people with any common colour blindness
+can tell apart, and never the only sign: boxes carry words or numbers, lines carry markers, unwritten rows are hatched.
+Size and resolution are fixed by `style`.
 
 It does not: compute what it draws. Notebooks assert the arrays that they hand over, since nobody compares pixels.
 Needs matplotlib (extra `lab`); nothing else of dcp_fix imports this module.
@@ -18,8 +18,9 @@ from matplotlib.patches import Patch, Rectangle
 HEALTHY, BROKEN = "#0072B2", "#D55E00"  # blue, vermillion: as DCP1 has it, or not
 RANKS = ("#E69F00", "#56B4E9", "#009E73", "#CC79A7", "#F0E442", "#882255", "#999933", "#332288")  # colour of rank r
 WRITTEN, UNWRITTEN = "#4D4D4D", "#B3B3B3"  # grey: this call wrote the row; hatched: it did not
+OURS, UPSTREAM = "#000000", "#A6611A"  # black, brown: whose kernel was timed
 PALE = "#F2F2F2"  # nothing here
-DARK = (HEALTHY, BROKEN, WRITTEN, "#009E73", "#882255", "#332288")  # white letters stand out on these
+DARK = (HEALTHY, BROKEN, WRITTEN, OURS, UPSTREAM, "#009E73", "#882255", "#332288")  # white letters stand out on these
 
 
 def style() -> None:
@@ -34,10 +35,11 @@ def style() -> None:
 def meanings(ax: Axes) -> None:
     """The colours of all pages and what each one means."""
     ranks = [f"rank {rank}" for rank in range(4)]
-    boxes(ax, [[HEALTHY, BROKEN], list(RANKS[:4]), [WRITTEN]], [["healthy", "broken"], ranks, ["written"]], [""] * 3)
+    colours = [[HEALTHY, BROKEN], list(RANKS[:4]), [WRITTEN], [OURS, UPSTREAM]]
+    boxes(ax, colours, [["healthy", "broken"], ranks, ["written"], ["here", "upstream"]], [""] * 4)
     ax.add_patch(Rectangle((0.5, 1.5), 1, 1, facecolor="white", edgecolor=UNWRITTEN, hatch="////"))
     ax.text(1, 2, "not written", ha="center", va="center", fontsize=9, bbox={"facecolor": "white", "linewidth": 0})
-    ax.set_yticks(range(3), ["as DCP1, or not", "who owns it", "this call's rows"])
+    ax.set_yticks(range(4), ["as DCP1, or not", "who owns it", "this call's rows", "whose kernel"])
 
 
 def boxes(ax: Axes, colours: list[list[str]], text: list[list], row_labels: list[str], size: float = 9) -> None:

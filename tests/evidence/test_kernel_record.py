@@ -4,11 +4,13 @@ import re
 from pathlib import Path
 
 import pytest
+import torch
 
-from dcp_fix.evidence import records
+from dcp_fix.evidence import kernel_cases, records
 
 ROOT = Path(__file__).resolve().parents[2]
-ROWS = records.load_record(ROOT / "notebooks/records/h200_kernels_bench.json")["results"]["kernels"]
+BENCH = records.load_record(ROOT / "notebooks/records/h200_kernels_bench.json")["results"]
+ROWS = BENCH["kernels"]
 HISTORY = (ROOT / "dcp_fix" / "KERNELS.md").read_text()
 FED, CUT, THROUGH = "upstream as fed", "upstream packed and cut", "here with flashmla"
 
@@ -78,6 +80,22 @@ def test_every_goal_is_met_or_told_as_missed():
 
 def test_every_kernel_was_right_before_it_was_timed():
     assert len(ROWS) > 100 and all(row["error"] <= row["allowed"] for row in ROWS)
+
+
+def bytes_and_operations(work, sizes):
+    """As page 09 draws them."""
+    if work == "attend":
+        return kernel_cases.attend_work(sizes["T"], sizes["H"], sizes["D"])
+    if work == "norm":
+        return kernel_cases.norm_bytes(sizes["T"], sizes["negative"]), 0
+    return kernel_cases.combine_bytes(sizes["method"], sizes["T"], getattr(torch, sizes["wire"])), 0
+
+
+def test_the_recorded_floors_are_those_of_the_bytes_and_operations_that_the_page_draws():
+    for row in (row for row in ROWS if row["work"] != "launch"):
+        size, operations = bytes_and_operations(row["work"], row["sizes"])
+        floor = 1e6 * max(size / BENCH["ceilings"]["bytes"], operations / BENCH["ceilings"]["flops"])
+        assert row["floor_us"] == pytest.approx(floor, abs=6e-4), row
 
 
 def rows_of(heading, first):
