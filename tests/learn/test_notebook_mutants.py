@@ -44,7 +44,7 @@ DEFECTS = {  # name: (page, file, [(corrected line, line with the defect)])
     "workspace": (
         "06_workspace",
         "workspace.py",
-        [("rows, splits if splits > 1 else 0)", "rows, 1 + splits)")],
+        [("rows, splits if splits > 1 else 0, ranks", "rows, 1 + splits, ranks")],
     ),
 }
 
