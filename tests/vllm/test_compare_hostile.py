@@ -8,7 +8,7 @@ from contextlib import contextmanager
 
 import httpx
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from dcp_fix.errors import UserError
@@ -65,6 +65,7 @@ def test_any_content_is_json_or_one_line(status, content):
 
 @any_answer
 @given(damaged(SOUND))
+@example(SOUND | {"usage": {"prompt_tokens": -1}})
 def test_any_answer_is_a_completion_as_it_is_or_one_line(answer):
     try:
         got = answers.completion(answer)
