@@ -17,7 +17,7 @@ from dcp_fix.ownership import pack_valid
 from tests.test_attention import INF, NAN, SCALE, agree, filled_cache, holed_slots, oracle, randn
 
 triton = pytest.importorskip("triton")
-from dcp_fix import attention_flashmla, attention_triton  # noqa: E402
+from dcp_fix import attention_triton  # noqa: E402
 from dcp_fix.attention_triton import pack, sparse_partial_triton  # noqa: E402
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"

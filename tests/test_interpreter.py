@@ -41,7 +41,7 @@ def test_the_versions_are_those_that_are_imported():
 
 def test_kernels_that_loop_ask_first(versions):
     pytest.importorskip("triton")
-    from dcp_fix import attention_triton, exact_triton
+    from dcp_fix import attention_spill, attention_triton, exact_triton
 
     versions((3, 6), (2, 5))
     q, kv, slots = torch.zeros(1, 2, 576), torch.zeros(1, 64, 576), torch.zeros(1, 1, dtype=torch.int64)
@@ -49,3 +49,8 @@ def test_kernels_that_loop_ask_first(versions):
         attention_triton.sparse_partial_triton(q, kv, slots, 1.0)
     with pytest.raises(InterpreterUnusable):
         exact_triton.leaf_partials_triton(q, kv, slots, slots, torch.zeros(1, dtype=torch.int64), 1, 2, 1.0)
+    counts = torch.ones(1, dtype=torch.int32)
+    with pytest.raises(InterpreterUnusable):
+        attention_spill.with_spill(
+            q, kv, "bf16", slots.int(), counts, 1, 1.0, torch.zeros(1, 2, 512), torch.zeros(1, 2)
+        )
