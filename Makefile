@@ -56,7 +56,7 @@ environments: $(VENV)/.all
 	$(PY) -m tests.environments
 
 lock: $(VENV)/.all
-	$(PIP_INSTALL) uv
+	$(PIP_INSTALL) uv==0.13.9
 	$(PY) -m tests.lock
 
 clean:

@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dcp_fix.attention_triton import TYPES, _walk, cache_arguments
+from dcp_fix.interpreter import check_interpreter
 from dcp_fix.kv_cache import LATENT
 
 BLOCKS = {"BLOCK_H": 16, "BLOCK_K": 64, "num_warps": 4, "num_stages": 2}
@@ -72,6 +73,8 @@ def with_spill(
     key is. `in_place` writes the rows of tokens that exceed the width into `first` and `first_lse`, and no other.
     """
     tokens, heads, _ = q.shape
+    if not q.is_cuda:
+        check_interpreter()
     out, lse = first, first_lse
     if not in_place:
         out, lse = torch.empty(tokens, heads, LATENT, device=q.device), torch.empty(tokens, heads, device=q.device)

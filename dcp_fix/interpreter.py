@@ -16,13 +16,14 @@ class InterpreterUnusable(UserError):
 def check_interpreter() -> None:
     """Raise InterpreterUnusable before an interpreted kernel that loops from one tensor to another would fail.
 
-    Triton before 3.7 makes Python numbers of arrays of one element, which numpy refuses since 2.5: seen with 3.6.0.
+    Triton before 3.7 makes Python numbers of arrays of one element, which numpy refuses since 2.4: seen with 3.6.0
+    under 2.4.6 and 2.5.5, and not under 2.3.5.
     """
     triton, numpy = version_of("triton"), version_of("numpy")
-    if triton < (3, 7) and numpy >= (2, 5):
+    if triton < (3, 7) and numpy >= (2, 4):
         raise InterpreterUnusable(
             f"the interpreter of triton {shown(triton)} cannot run kernels with loops under numpy {shown(numpy)}: "
-            "install numpy<2.5 or triton>=3.7"
+            "install numpy<2.4 or triton>=3.7"
         )
 
 

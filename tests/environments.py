@@ -28,16 +28,15 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 from dcp_fix.evidence import machine
-from tests.lock import HEADERS, locked
+from tests.installed import PINS, NotHere, Place, pip, run
 
 ROOT = Path(__file__).resolve().parent.parent
 REPORT = ROOT / "tests" / "figures" / "environments.json"
-PINS = {name: version for file in HEADERS for name, version, _ in locked((ROOT / file).read_text())}
-VARIED = ("torch", "triton", "numpy")
 QUICK = (
     "tests/test_attention_triton.py", "tests/test_combine_triton.py", "tests/test_combine.py", "tests/test_kv_cache.py",
     "tests/test_cli.py", "tests/evidence/test_records.py", "tests/evidence/test_output.py",
-    "tests/vllm/test_doctor_target.py", "-k", "not (hopper or 90 or damaged or sizes or any_record or changes_no_status)",
+    "tests/vllm/test_doctor_target.py",
+    "-k", "not (hopper or 90 or damaged or sizes or any_record or changes_no_status)",
 )  # fmt: skip
 SIGNALS = (
     "tests/test_process.py", "tests/ranks/test_faults.py", "tests/vllm/test_doctor.py",
@@ -48,10 +47,6 @@ BUILD = ("build==1.6.1", "pyproject_hooks==1.3.3")
 LIMIT_S = 3600.0  # of a row: it only catches a hang
 NOBODY = 65534
 COMMANDS = (["--version"], ["--help"], ["doctor", "--help"], ["reproduce", "--classes", "512", "--json", "r.json"])
-
-
-class NotHere(Exception):
-    """This machine lacks what the row needs."""
 
 
 @dataclass(frozen=True)
@@ -70,8 +65,8 @@ class Row:
 ROWS = (
     Row("Python 3.11"),
     Row("Python 3.12", "3.12"),
-    Row("torch 2.11 and triton 3.6", "3.12", torch="2.11.0", triton="3.6.0"),
-    Row("triton 3.6", triton="3.6.0"),
+    Row("torch 2.11 and triton 3.6", "3.12", torch="2.11.0", triton="3.6.0", numpy="2.3.5"),
+    Row("triton 3.6 under numpy 2.4", triton="3.6.0"),
     Row("numpy 2.5", "3.12", numpy="2.5.5"),
     Row("triton 3.6 under numpy 2.5", "3.12", torch="2.11.0", triton="3.6.0", numpy="2.5.5"),
     Row("no triton", triton=None),
@@ -126,106 +121,13 @@ def interpreters(names: list[str]) -> dict[str, str]:
     return found
 
 
-def outcome(place: "Place", row: Row) -> dict:
+def outcome(place: Place, row: Row) -> dict:
     """What became of a row: counts of tests, the commit, and the reason where it is not simply "passed"."""
     told = {"name": row.name, "commit": place.commit, "ran": " ".join(row.tests)}
     try:
         return told | (wheel(place, row) if row.name == "wheel" else tests(place, row))
     except NotHere as reason:
         return told | {"outcome": "not here", "reason": str(reason)}
-
-
-# --- what is installed ------------------------------------------------------------------------------------------------
-
-
-class Place:
-    """The folder that holds a clone, and for each interpreter its packages, each in a folder of its own."""
-
-    def __init__(self, folder: Path, pythons: dict[str, str]) -> None:
-        self.folder, self.pythons = folder, pythons
-        self.checkout = self.clone(folder / "checkout")
-        self.commit = run(["git", "-C", self.checkout, "rev-parse", "HEAD"]).stdout.strip()
-
-    def clone(self, path: Path) -> Path:
-        """A clone of the last commit, anew."""
-        shutil.rmtree(path, ignore_errors=True)
-        run(["git", "clone", "--quiet", ROOT, path])
-        return path
-
-    def python(self, version: str) -> str:
-        if version not in self.pythons:
-            raise NotHere(f"no Python {version} on PATH")
-        return self.pythons[version]
-
-    def base(self, version: str) -> Path:
-        """The venv that holds everything but the packages that rows vary."""
-        venv = self.folder / version / "base"
-        if not (venv / "whole").exists():
-            run([self.python(version), "-m", "venv", "--clear", venv])
-            names = [n for n, _, _ in locked((ROOT / "requirements.lock").read_text()) if n not in VARIED]
-            run([*pip(venv), "--no-deps", "--require-hashes", "-r", self.part("requirements.lock", names)])
-            (venv / "whole").touch()
-        return venv
-
-    def part(self, file: str, names: list[str]) -> Path:
-        """A lock file with these entries of `file` only."""
-        entries = [(n, v, h) for n, v, h in locked((ROOT / file).read_text()) if n in names]
-        path = self.folder / f"part-of-{file}"
-        path.write_text("".join(f"{n}=={v} {' '.join(f'--hash=sha256:{d}' for d in h)}\n" for n, v, h in entries))
-        return path
-
-    def package(self, python: str, name: str, version: str) -> Path:
-        """A folder with this version, hash-checked if it is the pinned one; of torch with its libraries."""
-        folder = self.folder / python / f"{name}-{version}"
-        if not folder.exists():
-            into = folder.with_name(folder.name + ".part")
-            shutil.rmtree(into, ignore_errors=True)
-            install = [*pip(self.base(python)), "--no-compile", "--upgrade", "--target", into]
-            if version != PINS[name]:
-                run([*install, *([] if name == "torch" else ["--no-deps"]), f"{name}=={version}"])
-            else:
-                run([*install, "--no-deps", "--require-hashes", "-r", self.part("requirements.lock", [name])])
-                if name == "torch" and not list(into.glob("torch-*+cpu.dist-info")):
-                    run([*install, "--no-deps", "--require-hashes", "-r", ROOT / "requirements-cuda.lock"])
-            for other in set(VARIED) - {name}:  # what torch brought along: a row chooses it
-                for path in [into / other, *into.glob(f"{other}-*.dist-info")]:
-                    shutil.rmtree(path, ignore_errors=True)
-            into.rename(folder)
-        return folder
-
-    def venv(self, row: Row, venv: Path) -> Path:
-        """A venv whose packages are those of the row; its interpreter."""
-        run([self.python(row.python), "-m", "venv", "--clear", "--without-pip", venv])
-        chosen = {name: getattr(row, name) for name in VARIED}
-        parts = [self.package(row.python, name, version) for name, version in chosen.items() if version]
-        parts += [site_packages(self.base(row.python))]
-        (site_packages(venv) / "shared.pth").write_text("".join(f"{part}\n" for part in parts))
-        return venv / "bin" / "python"
-
-
-def pip(venv: Path) -> list:
-    return [
-        venv / "bin" / "python",
-        "-m",
-        "pip",
-        "install",
-        "--quiet",
-        "--disable-pip-version-check",
-        "--only-binary=:all:",
-    ]
-
-
-def site_packages(venv: Path) -> Path:
-    return next(venv.glob("lib/python3.*/site-packages"))
-
-
-def run(command: list, **options) -> subprocess.CompletedProcess:
-    """A step of the set-up; NotHere with its last line of error where it fails."""
-    done = subprocess.run([str(word) for word in command], capture_output=True, text=True, **options)
-    if done.returncode:
-        said = [line for line in done.stderr.splitlines() if "ERROR" in line or "rror:" in line] or [done.stderr[-200:]]
-        raise NotHere(f"{' '.join(map(str, command[1:4]))}: {said[-1][:300]}")
-    return done
 
 
 VERSIONS = """

@@ -5,12 +5,12 @@ import sys
 import pytest
 import torch
 
+pytest.importorskip("triton")
 from dcp_fix import cli
 from dcp_fix.errors import UserError
 from dcp_fix.evidence import kernel_bench, kernel_cases
 from dcp_fix.evidence.kernel_bench import Ceilings, Row, measure
 
-pytest.importorskip("triton")
 pytestmark = [
     pytest.mark.timeout(120),
     pytest.mark.filterwarnings("ignore:(divide by zero|invalid value):RuntimeWarning"),  # numpy, in the interpreter

@@ -1,10 +1,11 @@
 """The checks of the Triton exercises are two-sided: a right kernel passes, each usual mistake fails with a report."""
 
 import pytest
-import triton
-import triton.language as tl
 
-from dcp_fix.learn import kernel_exercises
+triton = pytest.importorskip("triton")
+import triton.language as tl  # noqa: E402
+
+from dcp_fix.learn import kernel_exercises  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the interpreter computes with numpy, which warns
 

@@ -3,13 +3,13 @@
 import pytest
 import torch
 
+pytest.importorskip("triton")
 from dcp_fix.combine import merge_partials
 from dcp_fix.equality import close
 from dcp_fix.errors import UserError
 from dcp_fix.evidence import kernel_cases
 from dcp_fix.evidence.upstream import Pieces
 
-pytest.importorskip("triton")
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="for the interpreter")
 RELEASE = "0.30.0"
 
