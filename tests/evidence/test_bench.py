@@ -61,10 +61,13 @@ def run(monkeypatch, *arguments):
 
 
 def test_the_command_prints_a_table_and_writes_a_record(monkeypatch, tmp_path, capsys):
+    """Into a pipe: no number is cut, however narrow the terminal behind it says it is."""
     path = tmp_path / "bench.json"
+    monkeypatch.setenv("COLUMNS", "60")
     options = "--tokens 1,2 --contexts 128 --dcp 1,4 --topk 32 --record"
     assert run(monkeypatch, *options.split(), str(path)) == 0
-    assert "exact" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "exact" in out and "…" not in out
     rows = load_record(path)["results"]["rows"]
     asked = [(row["dcp"], row["tokens"], row["method"], row["classes"]) for row in rows]
     assert asked == [(d, t, m, c) for d in (1, 4) for t in (1, 2) for m, c in bench.methods(d)]
