@@ -30,7 +30,7 @@ test: $(VENV)/.all
 	$(VENV)/bin/lint-imports
 	$(PY) -m pytest -n 2 --dist loadfile
 ifneq ($(NOTEBOOKS),)
-	PYTHONWARNINGS=ignore $(PY) -m pytest --nbval --nbval-current-env --nbval-cell-timeout=180 \
+	PYTHONWARNINGS=ignore $(PY) -m pytest -n 2 --dist loadfile --nbval --nbval-current-env --nbval-cell-timeout=180 \
 	    --nbval-sanitize-with=notebooks/sanitize.cfg -p no:randomly $(NOTEBOOKS)
 endif
 
