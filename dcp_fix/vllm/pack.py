@@ -16,6 +16,8 @@ from __future__ import annotations
 import functools
 from typing import TYPE_CHECKING
 
+from dcp_fix.vllm.launcher import logger
+
 if TYPE_CHECKING:  # the plugin must not load torch before vLLM does
     import torch
 
@@ -38,11 +40,16 @@ def pack_and_cut(module) -> None:
         module.flash_mla_with_kvcache = packing(original, module.get_mla_metadata, dcp_size)
 
 
+@functools.cache
 def dcp_size() -> int:
-    """As vLLM's process groups have it, which exist when the first call comes."""
-    from vllm.distributed.parallel_state import get_dcp_group
+    """As vLLM's process groups have it, which exist when the first call comes; 1, so that nothing is cut, without."""
+    try:
+        from vllm.distributed.parallel_state import get_dcp_group
 
-    return get_dcp_group().world_size
+        return get_dcp_group().world_size
+    except (ImportError, AttributeError, AssertionError) as error:
+        logger.warning("dcp_fix: ids are not packed, this vLLM does not say its DCP size: %s", error)
+        return 1
 
 
 def packing(original, new_schedule, ranks):

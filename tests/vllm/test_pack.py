@@ -25,7 +25,9 @@ def group(monkeypatch):
     for name, held in modules.items():
         monkeypatch.setitem(sys.modules, name, SimpleNamespace(**held))
     monkeypatch.setattr(pack, "FEWEST", 16)
-    return group
+    pack.dcp_size.cache_clear()
+    yield group
+    pack.dcp_size.cache_clear()
 
 
 def backend():
@@ -114,6 +116,19 @@ def test_what_stays_as_it_is(case, group):
     pack.pack_and_cut(module)
     assert module.flash_mla_with_kvcache(*by_place, **given) == "vLLM's answer"
     assert calls == [(tuple(by_place), given)]
+
+
+@pytest.mark.parametrize("missing", ["module", "name", "group"])
+def test_a_vllm_that_does_not_say_its_dcp_size_is_left_alone(missing, monkeypatch):
+    def no_group():
+        raise AssertionError("decode context parallel group is not initialized")
+
+    held = {"module": None, "name": SimpleNamespace(), "group": SimpleNamespace(get_dcp_group=no_group)}[missing]
+    monkeypatch.setitem(sys.modules, "vllm.distributed.parallel_state", held)
+    module, calls = backend()
+    given, _ = arguments()
+    module.flash_mla_with_kvcache(**given)
+    assert calls[0]["indices"] is given["indices"]
 
 
 def test_one_schedule_a_step_for_each_width():
