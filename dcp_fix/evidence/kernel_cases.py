@@ -167,7 +167,7 @@ def combine(method: str, tokens: int, wire: torch.dtype, device, pieces) -> Case
     else:
         contenders["here"] = lambda i: ours.merge(
             *ours.unpack(ours.pack(sets[i][0], sets[i][1][1], DCP, wire), tokens, local, LATENT, wire),
-            results[i].fill_(torch.nan) if tokens < 0 else results[i], want_lse=False,
+            results[i], want_lse=False,
         )[0]  # fmt: skip
         if theirs:
             contenders["upstream"] = lambda i: theirs.merge(theirs.pack(sets[i][0], sets[i][1][1], DCP), LATENT)

@@ -22,15 +22,24 @@ import signal
 import sys
 import threading
 import time
+from contextlib import contextmanager
 from pathlib import Path
 
 
 def main(job_path: str, answers_path: str) -> None:
     """Boot, ask, end."""
+    with booted(job_path, answers_path) as (job, llm, sampling, say):
+        for group in job["groups"]:
+            ask(llm, sampling, group, job["sampling"], say)
+
+
+@contextmanager
+def booted(job_path: str, lines_path: str):
+    """(the job, its `LLM`, `SamplingParams`, say(event, **fields)), "booted" said; "end" is said if all went well."""
     if os.getpgrp() == os.getpid():  # not where somebody runs it by hand
         threading.Thread(target=die_with_parent, daemon=True).start()
     job = json.loads(Path(job_path).read_text(encoding="utf-8"))
-    with open(answers_path, "a", encoding="utf-8") as lines:
+    with open(lines_path, "a", encoding="utf-8") as lines:
 
         def say(event: str, **fields) -> None:
             lines.write(json.dumps({"event": event, **fields}, allow_nan=False) + "\n")
@@ -41,8 +50,7 @@ def main(job_path: str, answers_path: str) -> None:
 
         llm = vllm.LLM(**job["llm"])
         say("booted", seconds=round(time.monotonic() - began, 1), vllm=getattr(vllm, "__version__", "unknown"))
-        for group in job["groups"]:
-            ask(llm, vllm.SamplingParams, group, job["sampling"], say)
+        yield job, llm, vllm.SamplingParams, say
         say("end")
 
 

@@ -10,37 +10,19 @@ token ids, alike in every boot.
 Lines of LINES: {"event": "booted", ...}, {"event": "timed", "name", "new", "seconds": [...]}, {"event": "end"} last.
 """
 
-import json
-import os
 import random
 import sys
-import threading
 import time
-from pathlib import Path
 
-from dcp_fix.vllm.llm_child import die_with_parent
+from dcp_fix.vllm.llm_child import booted
 
 
 def main(job_path: str, lines_path: str) -> None:
     """Boot, time, end."""
-    if os.getpgrp() == os.getpid():  # not where somebody runs it by hand
-        threading.Thread(target=die_with_parent, daemon=True).start()
-    job = json.loads(Path(job_path).read_text(encoding="utf-8"))
-    with open(lines_path, "a", encoding="utf-8") as lines:
-
-        def say(event: str, **fields) -> None:
-            lines.write(json.dumps({"event": event, **fields}) + "\n")
-            lines.flush()
-
-        began = time.monotonic()
-        import vllm
-
-        llm = vllm.LLM(**job["llm"])
-        say("booted", seconds=round(time.monotonic() - began, 1), vllm=getattr(vllm, "__version__", "unknown"))
+    with booted(job_path, lines_path) as (job, llm, sampling, say):
         for work in job["works"]:
             for new in work["new"]:
-                say("timed", name=work["name"], new=new, seconds=timed(llm, vllm.SamplingParams, work, new))
-        say("end")
+                say("timed", name=work["name"], new=new, seconds=timed(llm, sampling, work, new))
 
 
 def timed(llm, sampling, work: dict, new: int) -> list[float]:
