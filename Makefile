@@ -4,7 +4,7 @@
 #
 # Not part of make test: make mutants (defects put in, one at a time), make fuzz (10,000 inputs a property),
 # make endure (thousands of requests through one engine), make environments (other versions and surroundings); their
-# figures are in tests/figures. make lock writes requirements.lock anew when constraints.txt has changed.
+# figures are in tests/tools/figures. make lock writes requirements.lock anew when constraints.txt has changed.
 #
 # Set-up happens once, in .venv, and again only when pyproject.toml or constraints.txt changes.
 # PYTHON=/path/to/python3.12 chooses the interpreter; without it the first Python 3.11 or 3.12 found is taken.
@@ -44,20 +44,20 @@ slides: $(VENV)/.all
 	$(PY) notebooks/slides.py slides
 
 mutants: $(VENV)/.all
-	$(PY) -m tests.mutants
+	$(PY) -m tests.tools.mutants
 
 fuzz: $(VENV)/.all
-	$(PY) -m tests.fuzz
+	$(PY) -m tests.tools.fuzz
 
 endure: $(VENV)/.all
-	$(PY) -m tests.endure
+	$(PY) -m tests.tools.endure
 
 environments: $(VENV)/.all
-	$(PY) -m tests.environments
+	$(PY) -m tests.tools.environments
 
 lock: $(VENV)/.all
 	$(PIP_INSTALL) uv==0.13.9
-	$(PY) -m tests.lock
+	$(PY) -m tests.tools.lock
 
 clean:
 	rm -rf $(VENV) build dist slides *.egg-info .pytest_cache .ruff_cache .hypothesis

@@ -25,7 +25,7 @@ class Recorder:
             self.outcomes[report.nodeid] = known if known == "failed" else report.outcome
 
     def pytest_sessionfinish(self, session, exitstatus):
-        from dcp_fix.evidence import machine, records
+        from dcp_fix.records import machine, records
 
         whole = not (session.shouldfail or session.shouldstop)  # -x and its like
         if whole and exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):

@@ -15,9 +15,9 @@ from typing import Annotated, Literal
 import typer
 
 from dcp_fix import __version__
-from dcp_fix.errors import FAULT, USER_ERROR, UserError, shown, shown_lines
-from dcp_fix.evidence import output
-from dcp_fix.process import BROKEN_PIPE, flushed, ready_streams, status_of, stoppable, to_nowhere
+from dcp_fix.base import output
+from dcp_fix.base.errors import FAULT, USER_ERROR, UserError, shown, shown_lines
+from dcp_fix.base.process import BROKEN_PIPE, flushed, ready_streams, status_of, stoppable, to_nowhere
 
 STATUSES = """Exit status: 0 the same, no defect, or done; 1 different, or a defect; 2 the input or the surroundings;
 70 a fault of this program, which please report; 130 after Ctrl-C, 143 after SIGTERM."""
@@ -190,13 +190,13 @@ def reproduce(
     given = {"model": model, "put_back": put_back, "rungs": rungs, "one_batch": one_batch, "cuda_graphs": cuda_graphs}
     given |= {"pcp": pcp, "llm": llm, "timeout": timeout, "logs": logs, "resume": resume}
     if engine == "vllm":
-        from dcp_fix.vllm import real_ladder
+        from dcp_fix.real_vllm import real_ladder
 
         refuse({"stale": stale != "previous", "device": device != "cpu"}, "have no meaning with --engine vllm")
         shared = {"tp": tp, "dcp": dcp, "checkpoint": checkpoint, "prompts": prompts, "classes": classes}
         raise typer.Exit(real_ladder.from_options(json_path=json, **shared, **given))
     refuse(given, "need --engine vllm")
-    from dcp_fix.evidence import ladder
+    from dcp_fix.ladder import ladder
 
     options = {"tp": tp, "dcp": dcp, "device": device, "checkpoint": checkpoint, "classes": tuple(classes.split(","))}
     raise typer.Exit(ladder.main(prompts=prompts, stale=stale, json_path=json, **options))
@@ -278,8 +278,8 @@ def verify(
 
     Exit status: 0 the same, 1 different, 2 bad input, 3 a rank that another one's failure stopped, else see --help.
     """
-    from dcp_fix.evidence import cabinet as planted_defects
-    from dcp_fix.evidence import verify as verification
+    from dcp_fix.verify import all_planted as planted_defects
+    from dcp_fix.verify import verify as verification
 
     if plant == "list":
         typer.echo(planted_defects.listing())
@@ -312,7 +312,7 @@ def multi_gpu(
 
     Exit status: 0 all is as it should be, 1 it is not, 2 bad input, else see --help.
     """
-    from dcp_fix.evidence import multi_gpu as script
+    from dcp_fix.verify import multi_gpu as script
 
     plan = script.Plan(device, ranks or script.most_ranks(device), tuple(classes.split(",")), prompts)
     raise typer.Exit(script.main(plan, record, part, out))
@@ -341,11 +341,11 @@ def doctor(
 
     Exit status: 0 no defect, 1 a defect, 2 a target that cannot be read.
     """
-    from dcp_fix.vllm.doctor import report
+    from dcp_fix.doctor import report
 
     paths = [str(target) for target in targets or ()]
     if symptom or answers is not None:
-        from dcp_fix.vllm.doctor import symptom_report
+        from dcp_fix.doctor import symptom_report
 
         raise typer.Exit(symptom_report.main(paths, releases=release or (), answers=answers, json=json and str(json)))
     raise typer.Exit(
@@ -378,7 +378,7 @@ def compare(
 
     Exit status: 0 equal, or with --pairs no more than noise; 1 different; 2 they cannot be compared.
     """
-    from dcp_fix.vllm import compare as comparison
+    from dcp_fix.compare import compare as comparison
 
     raise typer.Exit(comparison.main(a, b, json=json, timeout=timeout, save_to=save, pairs=pairs))
 
@@ -412,14 +412,14 @@ def bench(
     vLLM on --tp GPUs, with ids packed for FlashMLA and as installed.
     """
     if pack:
-        from dcp_fix.vllm import pack_bench
+        from dcp_fix.real_vllm import pack_bench
 
         raise typer.Exit(pack_bench.from_options(tp, numbers(dcp), llm or [], record))
     if kernels or against or json:
-        from dcp_fix.evidence import kernel_bench
+        from dcp_fix.bench import kernel_bench
 
         raise typer.Exit(kernel_bench.main(tuple(works.split(",")), against, json, record))
-    from dcp_fix.evidence import bench as benchmark
+    from dcp_fix.bench import exact_cost as benchmark
 
     sizes = (numbers(tokens, MOST_TOKENS), numbers(contexts, MOST_CONTEXT), numbers(dcp))
     raise typer.Exit(benchmark.main(device, *sizes, tp, topk=topk, record_path=record))

@@ -4,7 +4,7 @@ Each stands in for one step of the corrected engine, with the signature of that 
 somebody asks for it. `dcp-fix verify --plant NAME` runs with one at every DCP size but the reference and must fail,
 naming the sublayer `shows`. What is planted is the mistake, small enough to read, and no project's code.
 
-It does not: judge (evidence/), or say which releases have what (vllm/doctor).
+It does not: judge (verify/), or say which releases have what (doctor/).
 """
 
 import inspect
@@ -17,7 +17,7 @@ from torch.nn.functional import pad
 
 from dcp_fix import attention, indexer
 from dcp_fix.combine import query_gather
-from dcp_fix.kv_cache import BLOCK
+from dcp_fix.kv_cache import BLOCK, LATENT
 from dcp_fix.norm_rope import fused_norm_rope
 from dcp_fix.ownership import localise, prefix_hit, row_slots
 
@@ -30,7 +30,7 @@ class Plant:
     function: Callable
     shows: str
     who: str  # made this mistake in the field
-    case: str = "sparse"  # the smallest prompt that shows it (evidence/forced.py)
+    case: str = "sparse"  # the smallest prompt that shows it (verify/forced.py)
 
 
 # --- which keys -------------------------------------------------------------------------------------------------------
@@ -163,7 +163,7 @@ def route_reversed_heads(q, partial, manager, decode_only=False):
 def route_silent_reduce_scatter(q, partial, manager, decode_only=False):
     """A communicator that could not load its library does nothing: the result is the receive buffer as it was."""
     partial(manager.query_gather(q, decode_only))
-    return torch.zeros(*q.shape[:2], attention.LATENT, device=q.device)
+    return torch.zeros(*q.shape[:2], LATENT, device=q.device)
 
 
 PLANTS = {

@@ -11,9 +11,9 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from dcp_fix import norm_rope_triton
 from dcp_fix.kv_cache import CACHE_FORMATS, new_index_cache, new_latent_cache
 from dcp_fix.norm_rope import IndexerInputs
+from dcp_fix.norm_rope import launcher as norm_rope_launcher
 
 TYPES = {
     torch.float32: "*fp32",
@@ -22,7 +22,7 @@ TYPES = {
     torch.int32: "*i32",
     torch.int64: "*i64",
 }
-KERNEL = norm_rope_triton.fused_norm_rope_kernel
+KERNEL = norm_rope_launcher.fused_norm_rope_kernel
 
 
 class Recorder:
@@ -37,8 +37,8 @@ def launch_arguments(cache_format: str, tokens: int = 4) -> dict:
         return torch.zeros(shape, dtype=torch.bfloat16)
 
     table, slots = torch.zeros(8, 64), torch.arange(tokens) % 8
-    recorder = norm_rope_triton.fused_norm_rope_kernel = Recorder()
-    norm_rope_triton.fused_norm_rope_triton(
+    recorder = norm_rope_launcher.fused_norm_rope_kernel = Recorder()
+    norm_rope_launcher.fused_norm_rope_triton(
         slots, bf16(tokens, 1536), bf16(1536), bf16(tokens, 512), bf16(512), bf16(tokens, 64), table, eps=1e-5,
         slot_mapping=slots, kv_cache=new_latent_cache(1, cache_format), cache_format=cache_format,
         kv_scale=torch.ones(1) if cache_format == "fp8" else None, kv_out=bf16(tokens, 512), kpe_out=bf16(tokens, 64),
@@ -68,5 +68,5 @@ def compiled(arguments: dict) -> dict:
 
 if __name__ == "__main__":
     codes = {cache_format: compiled(launch_arguments(cache_format)) for cache_format in CACHE_FORMATS}
-    codes["many"] = compiled(launch_arguments("fp8_ds_mla", norm_rope_triton.MANY_TOKENS))
+    codes["many"] = compiled(launch_arguments("fp8_ds_mla", norm_rope_launcher.MANY_TOKENS))
     print(json.dumps(codes))

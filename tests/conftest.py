@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-from dcp_fix.interpreter import InterpreterUnusable
+from dcp_fix.base.interpreter import InterpreterUnusable
 
 # `make fuzz` takes the second profile. No deadline: a busy machine is no error.
 for name, examples in {"tests": 200, "fuzz": 10_000}.items():

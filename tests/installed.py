@@ -7,7 +7,7 @@ import shutil
 import subprocess
 from pathlib import Path
 
-from tests.lock import HEADERS, locked
+from tests.tools.lock import HEADERS, locked
 
 ROOT = Path(__file__).resolve().parent.parent
 PINS = {name: version for file in HEADERS for name, version, _ in locked((ROOT / file).read_text())}

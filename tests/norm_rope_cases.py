@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
-from dcp_fix.equality import unit_in_last_place
+from dcp_fix.base.equality import unit_in_last_place
 from dcp_fix.kv_cache import FP8_MAX, index_views, latent_views, new_index_cache, new_latent_cache
 from dcp_fix.norm_rope import IndexerInputs
 from dcp_fix.ownership import slot_mapping

@@ -11,10 +11,11 @@ from pathlib import Path
 import pytest
 
 import dcp_fix
-import dcp_fix.evidence
+import dcp_fix.bench
+import dcp_fix.ladder
 import dcp_fix.tiny
 from dcp_fix import cli
-from dcp_fix.errors import FAULT, UserError
+from dcp_fix.base.errors import FAULT, UserError
 from tests.checkpoints import random_checkpoint
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -53,8 +54,8 @@ def stand_in(monkeypatch, package, name):
 
 @pytest.fixture
 def ladder(monkeypatch):
-    """A stand-in for dcp_fix.evidence.ladder."""
-    return stand_in(monkeypatch, dcp_fix.evidence, "ladder")
+    """A stand-in for dcp_fix.ladder.ladder."""
+    return stand_in(monkeypatch, dcp_fix.ladder, "ladder")
 
 
 def test_help_loads_nothing_that_takes_long():
@@ -193,7 +194,7 @@ def test_what_could_only_hang_or_fail_later_is_refused_at_the_door(monkeypatch, 
 @pytest.mark.parametrize("option, most", [("--tokens", cli.MOST_TOKENS), ("--contexts", cli.MOST_CONTEXT)])
 def test_sizes_of_a_benchmark_are_bounded_where_it_would_run(monkeypatch, capsys, option, most):
     """On a CPU, where nothing else refuses them."""
-    benchmark = stand_in(monkeypatch, dcp_fix.evidence, "bench")
+    benchmark = stand_in(monkeypatch, dcp_fix.bench, "exact_cost")
     assert run_main(monkeypatch, "bench", "--device", "cpu", option, str(most + 1)) == 2
     assert f"at most {most}" in capsys.readouterr().err and benchmark.calls == []
     assert run_main(monkeypatch, "bench", "--device", "cpu", option, str(most)) == 0 and len(benchmark.calls) == 1

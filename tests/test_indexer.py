@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from dcp_fix import ownership
-from dcp_fix.equality import close, same_bytes
+from dcp_fix.base.equality import close, same_bytes
 from dcp_fix.indexer import index_scores, merge_topk, select, topk
 from dcp_fix.ranks.group import LocalGroup, SingleGroup
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from dcp_fix import kv_cache
-from dcp_fix.equality import same_bytes
+from dcp_fix.base.equality import same_bytes
 from dcp_fix.kv_cache import (
     CACHE_FORMATS,
     index_views,

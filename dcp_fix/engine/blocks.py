@@ -14,7 +14,7 @@ It does not: hold any key or value (kv_cache.py), or serve several requests at o
 import hashlib
 from array import array
 
-from dcp_fix.errors import UserError
+from dcp_fix.base.errors import UserError
 from dcp_fix.ownership import prefix_hit
 
 

@@ -15,9 +15,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from dcp_fix.bounded import check_regular
+from dcp_fix.base.bounded import check_regular
+from dcp_fix.base.errors import UserError, shown
 from dcp_fix.engine.config import CheckpointError, Config, absent
-from dcp_fix.errors import UserError, shown
 
 DTYPES = ("BF16", "F16", "F32")  # as safetensors calls them
 

@@ -9,10 +9,10 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from pathlib import Path
 
-from dcp_fix.bounded import MIB, read_json
+from dcp_fix.base.bounded import MIB, read_json
+from dcp_fix.base.errors import UserError, shown
+from dcp_fix.base.schema import as_json, checked
 from dcp_fix.engine.config_schema import TYPE, ConfigFile
-from dcp_fix.errors import UserError, shown
-from dcp_fix.schema import as_json, checked
 
 LARGEST_FILE = MIB
 

@@ -15,8 +15,8 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from dcp_fix.errors import shown
-from dcp_fix.schema import Schema, allowed, as_json
+from dcp_fix.base.errors import shown
+from dcp_fix.base.schema import Schema, allowed, as_json
 
 TYPE = "glm_moe_dsa"
 PATTERN = {"F": "full", "S": "shared"}  # the letters of index_topk_pattern

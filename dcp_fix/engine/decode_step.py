@@ -25,7 +25,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from dcp_fix.errors import UserError
+from dcp_fix.base.errors import UserError
 from dcp_fix.ranks.group import Group
 
 

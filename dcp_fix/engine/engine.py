@@ -19,6 +19,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from dcp_fix.base.equality import digest
+from dcp_fix.base.errors import UserError
 from dcp_fix.engine import exact_tp
 from dcp_fix.engine.blocks import CacheFull
 from dcp_fix.engine.config import Config
@@ -29,8 +31,6 @@ from dcp_fix.engine.model import Model
 from dcp_fix.engine.scratch import Scratch
 from dcp_fix.engine.shard import check_dcp, shard
 from dcp_fix.engine.sharded import Ops, ShardedAttention
-from dcp_fix.equality import digest
-from dcp_fix.errors import UserError
 from dcp_fix.exact import CLASSES
 from dcp_fix.kv_cache import BLOCK, INDEX_DIM, LATENT, ROPE, check_format
 from dcp_fix.ranks.group import Group

@@ -1,6 +1,6 @@
 """Exact mode in the engine: what `combine="exact"` swaps so that logits have the same bits at every DCP size D.
 
-exact.py makes attention independent of D. What else in a batch would know D, and what is done about it:
+exact/reference.py makes attention independent of D. What else in a batch would know D, and what is done about it:
 
     prefix cache     a hit covers whole blocks on every rank, 64 * D tokens. How many tokens are computed decides the
                      shape, and so the bits, of every projection. Exact mode hands out runs of C / D blocks: a hit, a
@@ -18,7 +18,7 @@ exact.py makes attention independent of D. What else in a batch would know D, an
 The KV cache stays sharded, each row on one rank. Bits may differ between TP sizes (but see exact_tp.py), interleaves,
 values of C, devices, and numbers of threads per rank: groups and `dcp-fix verify` give every rank one.
 
-It does not: add numbers (exact.py), or change the ordinary mode, which knows nothing of this file.
+It does not: add numbers (exact/reference.py), or change the ordinary mode, which knows nothing of this file.
 """
 
 from collections.abc import Callable
@@ -91,7 +91,7 @@ class ExactAttention(ShardedAttention):
         return RunPool(-(-max_length // (BLOCK * classes)) * run, BLOCK, dcp_size, run)
 
     def plan(self, tokens: int) -> Plan:
-        """The plan of exact.py, the same at every D."""
+        """The plan of exact/reference.py, the same at every D."""
         return exact.plan(tokens, self.heads, self.config.index_topk, self.classes, self.num_sms, self.workspace_budget)
 
     def pieces(self, tokens: int) -> list[slice]:

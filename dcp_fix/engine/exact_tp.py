@@ -1,6 +1,6 @@
 """Exact mode across tensor-parallel sizes as well: TP1/DCP1 has the bits of TP4/DCP4 and TP8/DCP8.
 
-exact.py fixes the order of every sum over keys. What is left to depend on the TP size is the shape of the products that
+exact/ fixes the order of every sum over keys. What is left to depend on the TP size is the shape of the products that
 tensor parallelism cuts, and the sum over ranks that completes o_proj and the MLP. The remedy is the same: cut the model
 into S canonical shards (shard.py, as for TP = S) whatever the TP size is. A rank of TP holds S / TP neighbouring shards
 and runs them one after the other, each in the shapes of its own:
@@ -13,7 +13,7 @@ and runs them one after the other, each in the shapes of its own:
 S is a power of two and a multiple of the TP size. A rank with S / TP shards calls S / TP times as many, smaller,
 products, and the all-gather moves more bytes than an all-reduce: this buys a proof, not speed.
 
-It does not: change DCP's part (exact.py), or hold on a GPU: there the splits of a class are planned from a rank's
+It does not: change DCP's part (exact/), or hold on a GPU: there the splits of a class are planned from a rank's
 heads, and a kernel computes the heads of several shards at once.
 """
 
@@ -23,10 +23,10 @@ import torch
 from torch import Tensor
 
 from dcp_fix import attention
+from dcp_fix.base.errors import UserError
 from dcp_fix.engine.exact_attention import METHODS, ExactAttention
 from dcp_fix.engine.model import Layer, Model
 from dcp_fix.engine.shard import shard
-from dcp_fix.errors import UserError
 from dcp_fix.kv_cache import LATENT, ROPE
 from dcp_fix.ranks.group import Group
 

@@ -16,7 +16,7 @@ It does not: allocate per step. The addresses never change, as a CUDA graph need
 import torch
 from torch import Tensor
 
-from dcp_fix.errors import UserError
+from dcp_fix.base.errors import UserError
 
 STALE = ("previous", "zeros", "noise")
 NOISE_SEED = 50095

@@ -17,9 +17,9 @@ It does not: move anything between ranks, or shard the KV cache (see ownership.p
 from torch import Tensor
 from torch.nn.functional import pad
 
+from dcp_fix.base.errors import UserError
 from dcp_fix.engine.checkpoint import Config
 from dcp_fix.engine.model import Model
-from dcp_fix.errors import UserError
 
 ROWS, COLUMNS = 0, 1
 BY_HEAD = {"self_attn.q_b_proj.weight": ROWS, "self_attn.kv_b_proj.weight": ROWS, "self_attn.o_proj.weight": COLUMNS}

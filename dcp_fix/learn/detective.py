@@ -23,6 +23,7 @@ from dcp_fix import attention, combine, ownership, planted
 from dcp_fix.engine.engine import Engine, Generation
 from dcp_fix.engine.model import Model
 from dcp_fix.engine.sharded import Ops
+from dcp_fix.kv_cache import LATENT
 from dcp_fix.norm_rope import fused_norm_rope
 from dcp_fix.ranks.group import LocalGroup
 from dcp_fix.tiny import corpus
@@ -97,7 +98,7 @@ def attend(keys: list[int] | tuple[int, ...], healthy: bool = False) -> float:
     if not keys or len(keys) > RANKS or min(keys) < 0 or max(keys) > KEYS:
         raise ValueError(f"keys {list(keys)}: one number of 0 to {KEYS} for each of 1 to {RANKS} ranks")
     step = attention.sparse_partial if healthy else planted.partial_empty_lse_zero
-    rows = torch.cat([torch.ones(KEYS, attention.LATENT), torch.zeros(KEYS, 64)], 1)  # [KEYS, 576]
+    rows = torch.cat([torch.ones(KEYS, LATENT), torch.zeros(KEYS, 64)], 1)  # [KEYS, 576]
     column = torch.arange(KEYS)
     shards = [torch.where(column < count, column, -1)[None] for count in keys]
     parts = [step(torch.zeros(1, 1, rows.shape[1]), rows, slots, 1.0) for slots in shards]

@@ -9,7 +9,7 @@ It does not: know any exercise (exercises.py, kernel_exercises.py).
 import torch
 from torch import Tensor
 
-from dcp_fix.equality import close, first_difference, same_bytes
+from dcp_fix.base.equality import close, first_difference, same_bytes
 
 AROUND = 10  # numbers that a report shows
 ULPS = 16  # room for another order of the same fp32 operations

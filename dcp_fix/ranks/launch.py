@@ -21,8 +21,8 @@ from collections.abc import Callable
 
 import torch.distributed as dist
 
-from dcp_fix.errors import DIFFERS, FAULT, UserError, shown_lines
-from dcp_fix.process import status_of, stoppable
+from dcp_fix.base.errors import DIFFERS, FAULT, UserError, shown_lines
+from dcp_fix.base.process import status_of, stoppable
 from dcp_fix.ranks.group import GroupError
 from dcp_fix.ranks.place import TOKEN, prefix
 from dcp_fix.ranks.watch import GRACE_S, STOPPED, known_failure, report_failure

@@ -22,7 +22,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from dcp_fix.errors import UserError, shown
+from dcp_fix.base.errors import UserError, shown
 from dcp_fix.ranks.group import GroupError
 from dcp_fix.ranks.watch import wait_for_all
 

@@ -23,7 +23,7 @@ import sys
 import threading
 import time
 
-from dcp_fix.errors import shown_lines
+from dcp_fix.base.errors import shown_lines
 from dcp_fix.ranks.group import GroupError
 
 BEAT_S = 0.25  # between two looks

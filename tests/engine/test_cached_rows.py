@@ -6,13 +6,13 @@ from functools import partial
 import pytest
 import torch
 
+from dcp_fix.base.equality import same_bytes
 from dcp_fix.engine import sharded
 from dcp_fix.engine.blocks import BlockPool
 from dcp_fix.engine.engine import Engine
 from dcp_fix.engine.model import Model
 from dcp_fix.engine.scratch import Scratch
 from dcp_fix.engine.sharded import Ops, ShardedAttention
-from dcp_fix.equality import same_bytes
 from dcp_fix.kv_cache import BLOCK
 from dcp_fix.ranks.group import LocalGroup, SingleGroup
 from tests.checkpoints import random_checkpoint, random_tokens

@@ -7,9 +7,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from dcp_fix.base.errors import UserError
 from dcp_fix.engine.checkpoint import CheckpointError, Config, check_folder, fuse_experts, read_weights, split_experts
 from dcp_fix.engine.model import Model
-from dcp_fix.errors import UserError
 from tests.checkpoints import CONFIG, random_checkpoint
 
 

@@ -11,14 +11,14 @@ import pytest
 import torch
 
 from dcp_fix import broken
+from dcp_fix.base.equality import same_bytes
+from dcp_fix.base.errors import UserError
 from dcp_fix.engine import blocks, shard
 from dcp_fix.engine.blocks import BlockPool, CacheFull
 from dcp_fix.engine.engine import Engine
 from dcp_fix.engine.model import Model, PlainAttention
 from dcp_fix.engine.scratch import STALE, Scratch
 from dcp_fix.engine.sharded import Ops
-from dcp_fix.equality import same_bytes
-from dcp_fix.errors import UserError
 from dcp_fix.kv_cache import BLOCK, pack_entry, quantize_index_key, unpack_entry
 from dcp_fix.ranks.group import GroupError, LocalGroup, SingleGroup
 from dcp_fix.workspace import WorkspaceError

@@ -6,11 +6,11 @@ from dataclasses import replace
 import pytest
 import torch
 
+from dcp_fix.base.equality import same_bytes
+from dcp_fix.base.errors import UserError
 from dcp_fix.engine import exact_tp
 from dcp_fix.engine.engine import Engine
 from dcp_fix.engine.model import Model
-from dcp_fix.equality import same_bytes
-from dcp_fix.errors import UserError
 from dcp_fix.ranks.group import LocalGroup, SingleGroup
 from tests.checkpoints import random_checkpoint, random_tokens
 

@@ -8,15 +8,16 @@ from pathlib import Path
 import pytest
 import torch
 
+from dcp_fix.base.equality import same_bytes
+from dcp_fix.bench.costs import workspace_peak
 from dcp_fix.engine.engine import Engine
 from dcp_fix.engine.model import Model
-from dcp_fix.equality import same_bytes
-from dcp_fix.evidence import ladder, verify
-from dcp_fix.evidence.costs import workspace_peak
-from dcp_fix.evidence.records import load_record
 from dcp_fix.kv_cache import CACHE_FORMATS
+from dcp_fix.ladder import ladder
 from dcp_fix.ranks.group import LocalGroup, SingleGroup
+from dcp_fix.records.records import load_record
 from dcp_fix.tiny import corpus
+from dcp_fix.verify import verify
 from tests.checkpoints import random_checkpoint, random_tokens
 from tests.processes import run_processes
 

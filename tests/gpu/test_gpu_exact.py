@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from dcp_fix.evidence import bench, verify
-from dcp_fix.evidence.records import load_record
+from dcp_fix.bench import exact_cost
+from dcp_fix.records.records import load_record
+from dcp_fix.verify import verify
 
 pytestmark = [pytest.mark.gpu, pytest.mark.timeout(600)]
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -45,6 +46,8 @@ def test_two_processes_over_nccl(tmp_path):
 
 
 def test_the_benchmark_runs():
-    size = bench.Size(8, 8192, 16, 2048, 4, "exact", 8)
-    exact, ordinary = (bench.measure(s, torch.device("cuda")) for s in (size, replace(size, method="a2a", classes=0)))
+    size = exact_cost.Size(8, 8192, 16, 2048, 4, "exact", 8)
+    exact, ordinary = (
+        exact_cost.measure(s, torch.device("cuda")) for s in (size, replace(size, method="a2a", classes=0))
+    )
     assert exact.bytes == ordinary.bytes and exact.step_ms > 0

@@ -10,8 +10,8 @@ import torch
 
 from dcp_fix import broken
 from dcp_fix.attention import sparse_partial, sparse_partial_reference
+from dcp_fix.base.equality import close, same_bytes
 from dcp_fix.combine import merge_partials
-from dcp_fix.equality import close, same_bytes
 from dcp_fix.kv_cache import CACHE_FORMATS, new_latent_cache, write_latent
 from dcp_fix.norm_rope import fused_norm_rope, fused_norm_rope_reference
 from dcp_fix.ownership import localise, slots_of
@@ -115,7 +115,7 @@ def test_interpreter_and_compiler_agree(tmp_path):
 FIRST_CALL = """
 import threading, torch
 from dcp_fix.attention import dense_prefill
-from dcp_fix.equality import digest
+from dcp_fix.base.equality import digest
 
 inputs = [torch.randn(480, 4, 128, device="cuda").bfloat16() for _ in range(3)]
 outputs, start = {}, threading.Barrier(8)

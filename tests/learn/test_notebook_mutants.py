@@ -17,7 +17,7 @@ OWNED = "slot_mapping >= 0"
 DEFECTS = {  # name: (page, file, [(corrected line, line with the defect)])
     "query norm": (
         "00_start_here",
-        "norm_rope.py",
+        "norm_rope/reference.py",
         [
             (
                 "q_out.copy_(rms_norm(q, q_weight, eps))",
@@ -27,7 +27,7 @@ DEFECTS = {  # name: (page, file, [(corrected line, line with the defect)])
     ),
     "combine routing": (
         "00_start_here",
-        "combine.py",
+        "combine/reference.py",
         [
             ("    out, lse = partial(manager.query_gather(q, decode_only))\n", "    out, lse = partial(q)\n"),
             ("    return manager.combine(out, lse, decode_only)\n", "    return out.float()\n"),
@@ -35,7 +35,7 @@ DEFECTS = {  # name: (page, file, [(corrected line, line with the defect)])
     ),
     "K rows": (
         "00_start_here",
-        "norm_rope.py",
+        "norm_rope/reference.py",
         [
             ("kv_out.copy_(latent)", f"kv_out[{OWNED}] = latent[{OWNED}].to(kv_out)"),
             ("kpe_out.copy_(key)", f"kpe_out[{OWNED}] = key[{OWNED}].to(kpe_out)"),

@@ -20,15 +20,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from dcp_fix.errors import UserError
-from dcp_fix.evidence import verify
-from dcp_fix.evidence.records import load_record
+from dcp_fix.base.errors import UserError
 from dcp_fix.ranks import launch, place
 from dcp_fix.ranks.torch_group import joined
 from dcp_fix.ranks.watch import BEAT_S, STOPPED, Watch
+from dcp_fix.records.records import load_record
 from dcp_fix.tiny import corpus
-from tests.heeding import heed_signals
+from dcp_fix.verify import verify
 from tests.processes import run_processes, run_ranks
+from tests.tools.heeding import heed_signals
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT_S = 600.0  # of every wait: it only catches a hang

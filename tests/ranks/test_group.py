@@ -5,7 +5,7 @@ import threading
 import pytest
 import torch
 
-from dcp_fix.equality import same_bytes
+from dcp_fix.base.equality import same_bytes
 from dcp_fix.ranks import rendezvous
 from dcp_fix.ranks.group import Group, GroupError, LocalGroup, SingleGroup, ordered_sum
 

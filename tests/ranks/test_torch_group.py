@@ -10,15 +10,15 @@ from pathlib import Path
 import pytest
 import torch
 
+from dcp_fix.base.equality import digest
+from dcp_fix.base.errors import UserError
 from dcp_fix.engine.engine import Engine
 from dcp_fix.engine.model import Model
-from dcp_fix.equality import digest
-from dcp_fix.errors import UserError
-from dcp_fix.evidence import verify
-from dcp_fix.evidence.records import load_record
 from dcp_fix.ranks.group import GroupError, LocalGroup
 from dcp_fix.ranks.place import VARIABLES, Place, inside
 from dcp_fix.ranks.torch_group import SMALL_BYTES, TorchGroup
+from dcp_fix.records.records import load_record
+from dcp_fix.verify import verify
 from tests.checkpoints import random_checkpoint, random_tokens
 from tests.processes import run_ranks
 

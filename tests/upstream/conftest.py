@@ -5,9 +5,9 @@ import shutil
 
 import pytest
 
-from dcp_fix.vllm.doctor.release import fetch_release
-from dcp_fix.vllm.doctor.target import TargetError
-from dcp_fix.vllm.doctor.wheel import unpack as unpack_wheel
+from dcp_fix.doctor.release import fetch_release
+from dcp_fix.doctor.target import TargetError
+from dcp_fix.doctor.wheel import unpack as unpack_wheel
 
 
 def pytest_collection_modifyitems(items):

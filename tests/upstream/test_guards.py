@@ -7,9 +7,9 @@ import re
 
 import pytest
 
-from dcp_fix.vllm.doctor import runner
-from dcp_fix.vllm.doctor.opening import folder
-from dcp_fix.vllm.doctor.probes import PROBES
+from dcp_fix.doctor import runner
+from dcp_fix.doctor.opening import folder
+from dcp_fix.doctor.probes import PROBES
 
 KERNEL = "vllm/models/deepseek_v32/common/kernels.py"
 ATTENTION = "vllm/models/deepseek_v32/attention.py"

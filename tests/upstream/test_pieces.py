@@ -4,11 +4,11 @@ import pytest
 import torch
 
 pytest.importorskip("triton")
+from dcp_fix.base.equality import close
+from dcp_fix.base.errors import UserError
+from dcp_fix.bench import kernel_cases
+from dcp_fix.bench.upstream import Pieces
 from dcp_fix.combine import merge_partials
-from dcp_fix.equality import close
-from dcp_fix.errors import UserError
-from dcp_fix.evidence import kernel_cases
-from dcp_fix.evidence.upstream import Pieces
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="for the interpreter")
 RELEASE = "0.30.0"

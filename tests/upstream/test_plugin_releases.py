@@ -11,15 +11,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from dcp_fix.equality import close
+from dcp_fix.base.equality import close
+from dcp_fix.doctor.probes import kernel, layer, routing
+from dcp_fix.doctor.probes.kernel_run import KERNELS, load_kernel
+from dcp_fix.doctor.report import examine
+from dcp_fix.doctor.stand_ins import module
+from dcp_fix.doctor.world import World
 from dcp_fix.kv_cache import index_views, new_index_cache, read_index
-from dcp_fix.vllm import put_back
-from dcp_fix.vllm.doctor.probes import kernel, layer, routing
-from dcp_fix.vllm.doctor.probes.launch import KERNELS, load_kernel
-from dcp_fix.vllm.doctor.report import examine
-from dcp_fix.vllm.doctor.stand_ins import module
-from dcp_fix.vllm.doctor.world import World
-from dcp_fix.vllm.launcher import launcher
+from dcp_fix.plugin import put_back
+from dcp_fix.repairs.launcher import launcher
 
 T, Q = 6, 192
 OWNED = [3, 70, 2, 64, 5, 1]

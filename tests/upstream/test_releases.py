@@ -2,10 +2,10 @@
 
 import pytest
 
-from dcp_fix.vllm.doctor import matrix
-from dcp_fix.vllm.doctor.probes.arguments import checked
-from dcp_fix.vllm.doctor.probes.configuration import configuration
-from dcp_fix.vllm.doctor.report import examine
+from dcp_fix.doctor import matrix
+from dcp_fix.doctor.probes.arguments import checked
+from dcp_fix.doctor.probes.configuration import configuration
+from dcp_fix.doctor.report import examine
 
 KNOWN = {  # query-rows, combine-routing, k-rows, owner-only-writes
     "0.28.0": ["defect", "defect", "not-applicable", "ok"],

@@ -1,0 +1,15 @@
+"""Attention of one rank: the sparse MLA partial (out, lse) over selected cache rows, and the dense prefill.
+
+Begin with reference.py, in plain torch; kernel.py is the sparse partial in Triton. flashmla.py is a second backend that
+a user names, spill.py what it needs where a width was fixed before the keys were counted.
+Not here: which keys are selected (indexer.py), and how partials become whole (combine/).
+"""
+
+from dcp_fix.attention.reference import (
+    dense_prefill,
+    dense_prefill_reference,
+    sparse_partial,
+    sparse_partial_reference,
+)
+
+__all__ = ["dense_prefill", "dense_prefill_reference", "sparse_partial", "sparse_partial_reference"]

@@ -1,0 +1,83 @@
+"""`opened(spec)`: the vLLM of this environment, a wheel, a site-packages folder or a checkout, as a Target.
+
+`Target.root` then holds `vllm/`. Of a wheel only the members that a probe may load are unpacked, into a temporary
+folder; a folder is read where it lies. Nothing here imports or executes the target.
+
+Raises TargetError, which names the path and what is wrong with it.
+"""
+
+import contextlib
+import importlib.metadata
+import importlib.util
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+from dcp_fix.base.errors import shown
+from dcp_fix.doctor.target import Target, TargetError, version_of
+from dcp_fix.doctor.wheel import unpack
+
+
+@contextlib.contextmanager
+def opened(spec: str | None) -> Iterator[Target]:
+    """`spec`: a path, or None for the vLLM of this environment."""
+    if spec is None:
+        yield installed()
+        return
+    kind = kind_of(spec)
+    if kind == "folder":
+        yield folder(Path(spec))
+        return
+    try:
+        temporary = tempfile.TemporaryDirectory(prefix="dcp-fix-doctor-", ignore_cleanup_errors=True)
+    except OSError as error:
+        raise TargetError(f"no temporary folder to unpack {shown(spec)} into: {error}; set TMPDIR") from error
+    with temporary as place:
+        yield Target(shown(spec), Path(place), unpack(Path(spec), Path(place)))
+
+
+def kind_of(spec: str) -> str:
+    """'folder' or 'file'. TargetError for anything else, and for what no file system takes."""
+    try:
+        if Path(spec).is_dir():
+            return "folder"
+        if Path(spec).is_file():
+            return "file"
+        why = "is no file or folder" if Path(spec).exists() else "no such file or folder"
+    except (OSError, ValueError) as error:
+        why = f"no path ({error.strerror if isinstance(error, OSError) else error})"
+    raise TargetError(f"{shown(spec)}: {why}; give a vLLM wheel, a site-packages folder or a checkout")
+
+
+def installed() -> Target:
+    """The vLLM that `import vllm` would load, found without importing it."""
+    found = importlib.util.find_spec("vllm")
+    if found is None or not found.submodule_search_locations:
+        raise TargetError("no vLLM in this environment; give a wheel, a folder or --release 0.29.0")
+    package = Path(list(found.submodule_search_locations)[0])
+    if found.origin is None:
+        raise TargetError(
+            f"`import vllm` gives the folder {package}, which has no __init__.py and is no vLLM, and hides any other: "
+            "start from another folder, or take it off PYTHONPATH"
+        )
+    version, note = version_of(package.parent)
+    elsewhere = distribution_elsewhere(package)
+    return Target(f"installed ({package})", package.parent, version, note or elsewhere)
+
+
+def distribution_elsewhere(package: Path) -> str | None:
+    """A sentence about an installed vllm whose files are not those that are imported."""
+    for distribution in importlib.metadata.distributions(name="vllm"):
+        place, version = Path(distribution.locate_file("vllm")), distribution.metadata.get("Version")
+        if version and (place / "__init__.py").is_file() and place.resolve() != package.resolve():
+            return f"{package} is imported, and hides the vLLM {shown(version, 60)} that is installed in {place}"
+    return None
+
+
+def folder(path: Path) -> Target:
+    """A site-packages folder, a checkout, or the `vllm` folder inside one."""
+    if path.name == "vllm" and (path / "__init__.py").is_file() and not (path / "vllm" / "__init__.py").is_file():
+        path = path.absolute().parent
+    if not (path / "vllm" / "__init__.py").is_file():
+        raise TargetError(f"{shown(path)}: not a vLLM, it holds no vllm/__init__.py")
+    return Target(shown(path), path.resolve(), *version_of(path))

@@ -1,0 +1,186 @@
+"""Probe 6: the target's own merge of partial attention outputs, on rows and ranks without a key.
+
+Two ranks are run one after the other through `cp_lse_ag_out_rs` (all-gather the LSE, rescale, reduce-scatter) and
+`dcp_a2a_lse_reduce` (exchange, merge locally), in both log bases. A rank without a key reports -inf, +inf (FlashMLA) or
+NaN, and its output may be anything; the merge must drop it, and give (0, -inf) where no rank has a key:
+
+    out = sum(w out) / sum(w),   w = base^(lse - max lse),   w = 0 selects the output away
+
+The base that each backend declares is read from its source, without running it. On a GPU the workspace probe runs the
+compiled kernel itself.
+"""
+
+import ast
+import contextlib
+import inspect
+import math
+
+import torch
+
+from dcp_fix.doctor.attempt import NotRun, attempt, one_line
+from dcp_fix.doctor.unwritten import unwritten_memory_is_nan
+from dcp_fix.doctor.world import World
+
+MERGES = ("vllm.v1.attention.ops.dcp", "vllm.v1.attention.ops.common", "vllm.v1.attention.ops.dcp_alltoall")
+BACKENDS = {
+    "FlashMLA sparse": "vllm/v1/attention/backends/mla/flashmla_sparse.py",
+    "FlashInfer sparse": "vllm/v1/attention/backends/mla/flashinfer_mla_sparse.py",
+}
+WORLD, HEADS, DIM = 2, 2, 8
+NAN, INF = math.nan, math.inf
+# (what, [(sum of exp(logit), output) of each rank], the merged output); a sum of 0 means no key, and gives lse -inf
+CASES = (
+    ("two ranks with keys", [(2.0, 0.0), (8.0, 10.0)], 8.0),
+    ("a rank without keys that reports +inf and NaN", [(INF, NAN), (2.0, 3.0)], 3.0),
+    ("a rank without keys that reports -inf and NaN", [(0.0, NAN), (2.0, 3.0)], 3.0),
+    ("a rank without keys that reports -inf and inf", [(2.0, 3.0), (0.0, INF)], 3.0),
+    ("a rank without keys that reports NaN", [(NAN, NAN), (2.0, 3.0)], 3.0),
+    ("no rank has a key, one reports +inf", [(INF, NAN), (0.0, 0.0)], 0.0),
+    ("no rank has a key", [(0.0, 0.0), (0.0, 0.0)], 0.0),
+)
+
+
+class TwoRanks:
+    """A DCP group whose other rank is run before or after, with everybody's LSE at hand."""
+
+    world_size, device_group = WORLD, None
+
+    def __init__(self, rank: int, lses):
+        self.rank_in_group, self.lses, self.partial = rank, lses, None
+
+    def all_gather(self, x, dim):
+        return self.lses.flatten(0, 1)
+
+    def reduce_scatter(self, x, dim):
+        self.partial = x.clone()
+        return x
+
+
+class Sent(BaseException):
+    """A rank's message is known; the rest of its merge has to wait for the others'."""
+
+
+class Exchange:
+    """`torch.distributed` as the all-to-all merge uses it: collects what each rank sends, then delivers."""
+
+    def __init__(self):
+        self.sent, self.rank = {}, 0
+
+    def all_to_all_single(self, received, sent, group=None, async_op=False):
+        if self.rank not in self.sent:
+            self.sent[self.rank] = sent.clone()
+            raise Sent
+        received.copy_(torch.cat([self.sent[r].chunk(WORLD)[self.rank] for r in range(WORLD)]))
+        return self
+
+    def wait(self):
+        pass
+
+
+def inputs(natural: bool, device):
+    """(out [N, T, H, D], lse [N, T, H]) of all CASES."""
+    sums = torch.tensor([[z for z, _ in ranks] for _, ranks, _ in CASES], device=device).T
+    outs = torch.tensor([[o for _, o in ranks] for _, ranks, _ in CASES], device=device).T
+    lse = sums.log() if natural else sums.log2()
+    return outs[:, :, None, None].expand(-1, -1, HEADS, DIM), lse[:, :, None].expand(-1, -1, HEADS).contiguous()
+
+
+def merge_ag_rs(merge, outs, lses, natural):
+    """(out [T, H, D], lse [T, H]): the ranks' rescaled partials, added as reduce-scatter would."""
+    total, lse = 0, []
+    for rank in range(WORLD):
+        group = TwoRanks(rank, lses)
+        _, part = merge(outs[rank].clone(), lses[rank].clone(), group, return_lse=True, is_lse_base_on_e=natural)
+        total, lse = total + group.partial, [*lse, part]
+    return total, torch.cat(lse, dim=1)
+
+
+def merge_a2a(merge, outs, lses, natural):
+    """(out [T, H, D], lse [T, H]): each rank merges its heads after the exchange."""
+    exchange = Exchange()
+    merge.__globals__["dist"] = exchange
+
+    def rank_part(rank):
+        exchange.rank = rank
+        arguments = (outs[rank].clone(), lses[rank].clone(), TwoRanks(rank, lses))
+        return merge(*arguments, return_lse=True, is_lse_base_on_e=natural)
+
+    for rank in range(WORLD):
+        with contextlib.suppress(Sent):
+            rank_part(rank)
+    parts = [rank_part(rank) for rank in range(WORLD)]
+    return torch.cat([out for out, _ in parts], dim=1), torch.cat([lse for _, lse in parts], dim=1)
+
+
+def faults(out, lse, natural) -> list[str]:
+    """Sentences about the CASES whose merged output or LSE is wrong."""
+    found = []
+    for row, (what, ranks, want) in enumerate(CASES):
+        total = sum(z for z, _ in ranks if math.isfinite(z))
+        want_lse = -INF if total == 0 else math.log(total) if natural else math.log2(total)
+        if not torch.allclose(out[row], torch.full_like(out[row], want), rtol=1e-4, atol=1e-5):
+            found.append(f"{what} gives {out[row].flatten()[0].item():.4g} for {want:.4g}")
+        elif not torch.allclose(lse[row], torch.full_like(lse[row], want_lse), rtol=1e-4, atol=1e-5):
+            found.append(f"{what} gives lse {lse[row].flatten()[0].item():.4g} for {want_lse:.4g}")
+    return found
+
+
+def find_merges(world: World) -> dict:
+    """{name: (function, how to run it)} of the merges that the target has."""
+    found = {}
+    for name in MERGES:
+        if world.path_of(name).with_suffix(".py").is_file():
+            loaded = vars(world.load(name))
+            for function, run in (("cp_lse_ag_out_rs", merge_ag_rs), ("dcp_a2a_lse_reduce", merge_a2a)):
+                if function in loaded:
+                    found[function] = (loaded[function], run)
+    if not found:
+        raise NotRun(f"this vLLM has no merge that we know: no cp_lse_ag_out_rs in {', '.join(MERGES)}")
+    for name, (function, _) in found.items():
+        known = {"cp_attn_out", "cp_attn_lse", "cp_group", "ctx", "return_lse", "is_lse_base_on_e"}
+        if gone := known - {*inspect.signature(function).parameters}:
+            raise NotRun(f"unknown signature of {name}: gone {sorted(gone)}")
+    return found
+
+
+def bases(root) -> str:
+    """'FlashMLA sparse natural, FlashInfer sparse base 2': the `lse_base_on_e` that each backend class declares."""
+    parts = []
+    for name, path in BACKENDS.items():
+        if (root / path).is_file():
+            source = (root / path).read_text(encoding="utf-8", errors="replace")
+            parts.append(f"{name} {'base 2' if declares_base_2(ast.parse(source)) else 'natural'}")
+    return ", ".join(parts)
+
+
+def declares_base_2(tree) -> bool:
+    """Whether a class sets `lse_base_on_e = False`; the base class of every backend says True."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.AnnAssign | ast.Assign):
+            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+            named = any(isinstance(t, ast.Name) and t.id == "lse_base_on_e" for t in targets)
+            if named and isinstance(node.value, ast.Constant) and node.value.value is False:
+                return True
+    return False
+
+
+def empty_rows(merges, root, device, progress) -> tuple[str, str]:
+    """Probe 6, as (verdict, evidence)."""
+    found = []
+    for name, (function, run) in merges.items():
+        for natural in (True, False):
+            progress(f"{name}, {'natural log' if natural else 'base 2'}", control=not found)
+            outs, lses = inputs(natural, device)
+            with unwritten_memory_is_nan():
+                result = attempt(lambda: run(function, outs, lses, natural))  # noqa: B023 called at once
+            if result.raised:
+                raise NotRun(f"{name} raises {one_line(result.raised)}")
+            base = "natural log" if natural else "base 2"
+            found += [f"{name} ({base}): {fault}" for fault in faults(*result.value, natural)]
+    declared = bases(root)
+    if found:
+        return "defect", "; ".join(found[:3]) + (f"; and {len(found) - 3} more" if len(found) > 3 else "")
+    return (
+        "ok",
+        f"{' and '.join(merges)} drop ranks without a key and give (0, -inf) for empty rows; declared base: {declared}",
+    )

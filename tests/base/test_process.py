@@ -1,0 +1,72 @@
+"""What a command does with its process: a signal ends it with the usual status and leaves nothing behind."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dcp_fix.base.process import Stopped, status_of, stoppable
+from tests.tools.heeding import heed_signals
+
+ROOT = Path(__file__).resolve().parents[2]
+LIMIT_S = 600.0  # only catches a hang
+
+
+def test_a_signal_raises_what_ctrl_c_raises_and_handlers_come_back():
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(KeyboardInterrupt) as caught, stoppable():
+        signal.raise_signal(signal.SIGTERM)
+    assert isinstance(caught.value, Stopped) and status_of(caught.value) == 143
+    assert status_of(KeyboardInterrupt()) == 130 and status_of(Stopped(signal.SIGHUP)) == 129
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_a_signal_that_was_ignored_stays_ignored():
+    """As under nohup."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with stoppable():
+            signal.raise_signal(signal.SIGHUP)
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    except KeyboardInterrupt:  # which would end pytest
+        pytest.fail("the signal was heeded")
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def begun(folder, *arguments, ignored=()):
+    """A command in a process of its own, once it has said what it works at."""
+    process = subprocess.Popen(
+        [sys.executable, "-m", "dcp_fix", *arguments], cwd=folder, env=os.environ | {"PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=lambda: heed_signals(ignored),
+    )  # fmt: skip
+    assert "512 tokens" in process.stderr.readline()
+    return process
+
+
+@pytest.mark.parametrize(
+    "number, arguments",
+    [
+        (signal.SIGINT, ["reproduce", "--classes", "512", "--prompts", "200", "--json", "r.json"]),
+        (signal.SIGTERM, ["reproduce", "--classes", "512", "--prompts", "200", "--json", "r.json"]),
+        (signal.SIGINT, ["verify", "--classes", "512", "--prompts", "200", "--record", "r.json"]),
+    ],
+)
+def test_a_signal_during_the_work_of_threads_leaves_nothing(tmp_path, number, arguments):
+    """Rank threads still compute: torch would abort the process (status 134) if it ended as usual."""
+    process = begun(tmp_path, *arguments)
+    process.send_signal(number)
+    _, said = process.communicate(timeout=LIMIT_S)
+    assert process.returncode == 128 + number
+    assert "Traceback" not in said and said.rstrip().endswith("stopped")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_run_under_nohup_survives_the_end_of_its_terminal(tmp_path):
+    process = begun(tmp_path, "reproduce", "--classes", "512", ignored=[signal.SIGHUP])
+    process.send_signal(signal.SIGHUP)
+    process.terminate()
+    assert process.communicate(timeout=LIMIT_S) and process.returncode == 143

@@ -1,0 +1,339 @@
+"""The doctor on tiny look-alikes of vLLM: verdicts, exit statuses, targets that raise, hang, crash, print or lie."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dcp_fix.base import process
+from dcp_fix.doctor import messages, report, runner
+from dcp_fix.doctor.opening import folder
+from dcp_fix.doctor.probes import PROBES
+from tests import doctor_targets
+from tests.doctor_targets import SOUND
+from tests.tools.heeding import heed_signals
+
+KERNEL_PROBES = ("query-rows", "k-rows", "owner-only-writes")
+CASE = "    if -1 in slots and q_c_out is not None:\n        "  # reached in a case, never in a control
+
+
+@pytest.fixture(autouse=True)
+def only_the_kernel_probes(monkeypatch):
+    """The look-alikes have a kernel and nothing else."""
+    monkeypatch.setattr(runner, "PROBES", tuple(p for p in PROBES if p.code in ("kernel", "serve-args")))
+
+
+def examine(path, time_limit=60.0):
+    """{probe id: finding}"""
+    return {found.id: found for found in runner.probe_target(folder(path), time_limit=time_limit)}
+
+
+def verdicts(findings):
+    return {name: findings[name].verdict for name in KERNEL_PROBES}
+
+
+def broken(line, by):
+    """SOUND with `line` replaced."""
+    assert SOUND.count(line) == 1
+    return SOUND.replace(line, by)
+
+
+def before(code):
+    return broken("    # BEFORE\n", code)
+
+
+def test_a_sound_kernel_is_ok_and_its_package_is_never_imported(tmp_path):
+    findings = examine(doctor_targets.folder(tmp_path))
+    assert set(verdicts(findings).values()) == {"ok"}
+    assert all(findings[name].remedy == "" and findings[name].reference for name in KERNEL_PROBES)
+    assert "vllm" not in sys.modules
+
+
+@pytest.mark.parametrize(
+    ("probe", "line"),
+    [
+        ("query-rows", "q_c_out.copy_(norm(q_c, q_rms_norm_w, q_rms_eps))"),
+        ("k-rows", "kv_c_out.copy_(norm(kv_c, kv_rms_norm_w, kv_rms_eps))"),
+        ("owner-only-writes", "if slot >= 0:"),
+    ],
+)
+def test_each_defect_is_named_for_what_it_is(tmp_path, probe, line):
+    by = "if True:"
+    if probe != "owner-only-writes":  # the rows of owned slots only
+        out, norm = line.removesuffix(")").split(".copy_(")
+        by = f"mine = torch.tensor(slots) >= 0; {out}[mine] = {norm}[mine]"
+    findings = examine(doctor_targets.folder(tmp_path, broken(line, by)))
+    assert {name for name, verdict in verdicts(findings).items() if verdict == "defect"} == {probe}
+    assert findings[probe].remedy
+    wanted = "outside the owned slots" if probe == "owner-only-writes" else "tokens 1, 3 never written"
+    assert wanted in findings[probe].evidence
+
+
+@pytest.mark.parametrize(
+    ("line", "by", "says"),
+    [
+        (
+            "topk_indices_buffer[: len(slots)] = -1",
+            "topk_indices_buffer[:] = -1",
+            "entries outside the batch overwritten",
+        ),
+        ("topk_indices_buffer[: len(slots)] = -1", "topk_indices_buffer[: len(slots) - 1] = -1", "top-k rows [3] not"),
+        (
+            "    if has_indexer:\n        topk",
+            "    if True:\n        topk",
+            "top-k entries of a shared layer overwritten",
+        ),
+        ("if slot >= 0:", "if slot > 0:", "cache not written at owned slots [0]"),
+        ("if slot >= 0:", "if slot >= 0 and slot != 70:", "cache not written at owned slots [70]"),
+    ],
+)
+def test_a_guard_that_is_off_by_one_is_named(tmp_path, monkeypatch, line, by, says):
+    monkeypatch.setattr(runner, "PROBES", tuple(p for p in PROBES if p.id in ("owner-only-writes", "configuration")))
+    found = examine(doctor_targets.folder(tmp_path, broken(line, by)))["owner-only-writes"]
+    if "70" not in by:
+        assert found.verdict == "defect" and says in found.evidence, found.evidence
+    else:  # in the control as well: another formula is not judged
+        assert found.verdict == "not-run" and says in found.evidence, found.evidence
+
+
+def test_a_kernel_that_raises_on_import_is_not_run_and_the_status_says_so(tmp_path, capsys):
+    path = doctor_targets.folder(tmp_path, "raise ValueError('no\\nkernel')")
+    assert report.main([str(path)], json="-") == 2
+    probes = {probe["id"]: probe for probe in json.loads(capsys.readouterr().out)[0]["probes"]}
+    assert {probes[name]["verdict"] for name in KERNEL_PROBES} == {"not-run"}
+    assert "ValueError: no kernel" in probes["query-rows"]["evidence"]
+
+
+def test_a_kernel_that_hangs_on_import_runs_into_the_time_limit_once(tmp_path):
+    findings = examine(doctor_targets.folder(tmp_path, "import time; time.sleep(999)"), time_limit=5)
+    assert set(verdicts(findings).values()) == {"not-run"}
+    assert "time limit" in findings["k-rows"].evidence
+
+
+def test_what_it_prints_goes_nowhere(tmp_path, capfd):
+    noise = "import sys, os\nprint('LOUD' * 10**6); sys.stderr.write('LOUD' * 10**6); os.write(1, b'LOUD')\n"
+    path = doctor_targets.folder(tmp_path, noise + SOUND)
+    assert report.main([str(path)], json="-") == 0
+    out, err = capfd.readouterr()
+    assert "LOUD" not in out + err
+    assert json.loads(out)[0]["version"] == "9.9.9"
+
+
+@pytest.mark.parametrize(
+    ("code", "evidence"),
+    [
+        (CASE + "import ctypes; ctypes.string_at(0)\n", "SIGSEGV"),
+        (CASE + "import os; os._exit(0)\n", "ended the process (exit status 0)"),
+    ],
+)
+def test_a_case_that_takes_the_process_down_is_the_defect_and_the_next_probe_still_runs(
+    tmp_path, code, evidence, monkeypatch
+):
+    monkeypatch.setattr(runner, "PROBES", tuple(p for p in PROBES if p.id in ("query-rows", "k-rows", "configuration")))
+    code = code.replace("-1 in slots", "-1 in slots and kv_c_out is None")  # k-rows always asks for dense rows
+    findings = examine(doctor_targets.folder(tmp_path, before(code)))
+    assert findings["query-rows"].verdict == "defect" and evidence in findings["query-rows"].evidence
+    assert findings["k-rows"].verdict == "ok"
+
+
+def test_a_case_that_raises_is_the_defect_and_an_exception_in_a_control_is_not(tmp_path):
+    case = examine(doctor_targets.folder(tmp_path / "case", before(CASE + "raise KeyError('slot')\n")))
+    assert set(verdicts(case).values()) == {"defect"}
+    assert "raises KeyError: 'slot'" in case["query-rows"].evidence
+    control = examine(doctor_targets.folder(tmp_path / "control", before("    raise KeyError('slot')\n")))
+    assert set(verdicts(control).values()) == {"not-run"}
+    assert "control" in control["query-rows"].evidence
+
+
+def test_another_formula_is_not_judged(tmp_path):
+    findings = examine(doctor_targets.folder(tmp_path, broken("x.square().mean", "x.abs().mean")))
+    assert verdicts(findings)["query-rows"] == "not-run"
+    assert "query row of tokens 0, 1, 2, 3 wrong" in findings["query-rows"].evidence
+
+
+def test_an_unknown_signature_says_what_changed(tmp_path):
+    kernels = broken("k_pe_out=None,\n):", "k_pe_out=None, dcp_plan=None,\n):").replace("mla_k_scale=None, ", "")
+    findings = examine(doctor_targets.folder(tmp_path, kernels))
+    assert set(verdicts(findings).values()) == {"not-run"}
+    assert "unknown signature" in findings["k-rows"].evidence
+    assert "new ['dcp_plan'], gone ['mla_k_scale']" in findings["k-rows"].evidence
+
+
+def test_a_collaborator_without_a_stand_in_is_named_even_if_the_target_catches_everything(tmp_path):
+    code = (
+        "    from vllm.new_helpers import allowed\n    try:\n        allowed()\n    except Exception:\n        pass\n"
+    )
+    findings = examine(doctor_targets.folder(tmp_path, before(code)))
+    assert set(verdicts(findings).values()) == {"not-run"}
+    assert "vllm.new_helpers.allowed" in findings["query-rows"].evidence
+
+
+def test_a_target_without_the_kernel_is_not_run(tmp_path):
+    findings = examine(doctor_targets.folder(tmp_path, kernels=None))
+    assert set(verdicts(findings).values()) == {"not-run"}
+    assert "no fused norm/RoPE kernel" in findings["k-rows"].evidence
+
+
+AWAY = """
+import os, time
+pid = os.fork()
+if pid == 0:
+    {leave}
+    open({file!r}, "w").write(str(os.getpid()))
+    time.sleep(999)
+    os._exit(0)
+while not os.path.exists({file!r}) or not open({file!r}).read():
+    time.sleep(0.01)
+"""
+
+
+def status_of(pid) -> list[str]:
+    """State and parent of a process, empty where there is none."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[:2]
+    except FileNotFoundError:
+        return []
+
+
+def gone(pid) -> bool:
+    """Whether the process is no more, or only waits to be buried."""
+    return status_of(pid)[:1] in ([], ["Z"])
+
+
+@pytest.mark.parametrize(
+    ("leave", "then"),
+    [
+        ("pass", ""),
+        ("os.setsid()", ""),
+        ("os.setsid(); os.fork() and os._exit(0)", "os._exit(3)\n"),
+        ("os.setsid()", "raise ValueError('x')\n"),
+    ],
+)
+def test_what_a_target_starts_neither_outlives_the_probes_nor_delays_them(tmp_path, leave, then):
+    pid_file = tmp_path / "pid"
+    code = AWAY.format(leave=leave, file=str(pid_file)) + then
+    found = verdicts(examine(doctor_targets.folder(tmp_path, code + SOUND), time_limit=200.0))
+    assert set(found.values()) == {"not-run" if then else "ok"}
+    assert gone(pid_file.read_text())  # it would have slept for 999 s, with the pipe to the doctor in its hands
+
+
+def test_a_target_that_hangs_takes_what_it_started_with_it(tmp_path):
+    pid_file = tmp_path / "pid"
+    code = AWAY.format(leave="os.setsid()", file=str(pid_file)) + "time.sleep(999)\n"
+    findings = examine(doctor_targets.folder(tmp_path, code), time_limit=8.0)
+    assert "time limit" in findings["k-rows"].evidence and gone(pid_file.read_text())
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
+def test_a_signal_ends_the_command_with_all_that_it_started(tmp_path, number):
+    pid_file = tmp_path / "pid"
+    looping = AWAY.format(leave="os.setsid()", file=str(pid_file)) + "while True: pass\n"
+    path = doctor_targets.wheel(tmp_path / "v.whl", looping)
+    (tmp_path / "temporary").mkdir()
+    environment = {**os.environ, "TMPDIR": str(tmp_path / "temporary")}
+    argv = [sys.executable, "-m", "dcp_fix", "doctor", str(path)]
+    with subprocess.Popen(argv, env=environment, preexec_fn=heed_signals) as command:
+        while not pid_file.exists() or not pid_file.read_text():
+            assert command.poll() is None
+            time.sleep(0.05)
+        (probing,) = (p for p in os.listdir("/proc") if p.isdigit() and status_of(p)[1:] == [str(command.pid)])
+        command.send_signal(number)
+        assert command.wait(60) == (-number if number == signal.SIGKILL else 128 + number)
+    while not (gone(pid_file.read_text()) and gone(probing)):
+        time.sleep(0.05)  # after SIGKILL nobody waits for them
+    if number != signal.SIGKILL:
+        assert list((tmp_path / "temporary").iterdir()) == []
+
+
+NONSENSE = {
+    '{"verdict": "ok", "evidence": "x"}': "lacks id; allowed: one of query-rows, combine-routing",
+    '{"id": ["query-rows"], "verdict": "ok", "evidence": "x"}': 'id is ["query-rows"]; allowed: one of query-rows',
+    '{"id": "query-rows", "verdict": "ok", "evidence": 3}': "evidence is 3; allowed: text",
+    '{"id": "other", "verdict": "ok", "evidence": "x"}': 'id is "other"; allowed: one of',
+    '{"id": "split-workspace", "verdict": "ok", "evidence": "x"}': "split-workspace, which it was not asked for",
+    '{"id": "query-rows", "verdict": "fine", "evidence": "x"}': 'verdict is "fine"; allowed: one of ok, defect',
+    '{"id": "query-rows", "verdict": "ok", "evidence": "x", "more": 1}': "more is not known here",
+    '{"id": {}, "verdict": [], "evidence": null}': "id is {}; allowed: one of",
+    '{"begin": "query-rows", "case": "x", "control": 1}': "control is 1; allowed: true or false",
+    "[" * 200_000: "JSON nested too deeply",
+}
+
+
+@pytest.mark.parametrize("line", NONSENSE, ids=range(len(NONSENSE)))
+def test_a_child_that_answers_nonsense_has_not_run(tmp_path, line):
+    code = f"import glob, os\nfor fd in map(int, os.listdir('/proc/self/fd')):\n    try:\n        os.write(fd, {line!r}"
+    code += ".encode() + b'\\n')\n    except OSError:\n        pass\n"
+    findings = examine(doctor_targets.folder(tmp_path, code + SOUND))
+    assert verdicts(findings) == {"query-rows": "not-run", "k-rows": "ok", "owner-only-writes": "ok"}
+    assert f"its child answered nonsense: {NONSENSE[line]}" in findings["query-rows"].evidence.replace(
+        "a verdict on ", ""
+    )
+
+
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(max_size=5), lambda x: st.lists(x, max_size=3)
+)
+LINES = st.one_of(
+    st.binary(max_size=40),
+    VALUES.map(lambda v: json.dumps({"id": v, "verdict": "ok", "begin": v, "evidence": v}).encode()),
+    st.sampled_from([b'{"begin": "k-rows", "case": "c", "control": true}', b'{"end": true}', b"[" * 100_000]),
+)
+
+
+@given(st.lists(LINES, max_size=6))
+def test_whatever_a_child_writes_is_findings_or_nothing(lines):
+    said, last = messages.parse(b"\n".join(lines), ["k-rows"])
+    assert set(said) <= {"k-rows"} and (last is None or last.begin == "k-rows")
+    for verdict, evidence in said.values():
+        runner.finding(PROBES[0], verdict, evidence)
+
+
+def test_evidence_is_bounded_and_harmless(tmp_path):
+    text = json.dumps({"id": "k-rows", "verdict": "ok", "evidence": "\x1b[2J" + "x" * 10_000}).encode()
+    ((verdict, evidence),) = messages.parse(text, ["k-rows"])[0].values()
+    assert verdict == "ok" and evidence.startswith("\\x1b[2Jx") and len(evidence) == messages.EVIDENCE_LIMIT
+
+
+def test_the_caller_s_settings_do_not_reach_the_target(tmp_path, monkeypatch):
+    monkeypatch.setenv("VLLM_ATTENTION_BACKEND", "MINE")
+    code = "import os\nassert not [n for n in os.environ if n.startswith('VLLM_')]\n"
+    assert set(verdicts(examine(doctor_targets.folder(tmp_path, code + SOUND))).values()) == {"ok"}
+
+
+def test_the_highest_status_of_all_targets_counts(tmp_path, capsys):
+    bad = doctor_targets.folder(tmp_path / "bad", broken("if slot >= 0:", "if True:"))
+    out = tmp_path / "report.json"
+    assert report.main([str(bad), str(tmp_path / "absent")], json=str(out)) == 2
+    assert report.main([str(bad)], json=str(out)) == 1
+    captured = capsys.readouterr()
+    assert "error: " in captured.err and "absent" in captured.err
+    assert "owner-only-writes" in captured.out and "defect" in captured.out
+    (only,) = json.loads(out.read_text())
+    assert list(only) == ["target", "version", "reach", "notes", "probes"]
+    assert set(only["probes"][0]) == {"id", "verdict", "evidence", "reference", "remedy"}
+
+
+def test_a_reader_that_goes_changes_no_status_and_the_json_is_there(tmp_path, monkeypatch):
+    bad, out = doctor_targets.folder(tmp_path / "bad", broken("if slot >= 0:", "if True:")), tmp_path / "r.json"
+
+    def gone(*values):
+        assert json.loads(out.read_text())
+        raise BrokenPipeError
+
+    monkeypatch.setattr(report, "print_table", gone)
+    monkeypatch.setattr(process, "to_nowhere", lambda stream: None)
+    assert report.main([str(bad)], json=str(out)) == 1
+
+
+def test_the_probes_have_the_promised_ids_in_the_promised_order():
+    assert [probe.id for probe in PROBES] == (
+        "query-rows combine-routing k-rows owner-only-writes split-workspace empty-rows silent-collective "
+        "flashinfer-workspace direct-a2a-layout configuration"
+    ).split()

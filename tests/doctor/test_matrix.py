@@ -1,0 +1,138 @@
+"""The committed release matrix: complete, well formed, and what is derived from it."""
+
+import json
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+
+from dcp_fix.base.errors import UserError
+from dcp_fix.doctor import matrix
+from dcp_fix.doctor.attempt import NotRun
+from dcp_fix.doctor.probes import PROBES, VERDICTS, workspace_record
+from dcp_fix.doctor.reach import PROBED
+
+
+def test_every_release_has_every_probe_in_order():
+    releases = matrix.load()["releases"]
+    versions = [release["version"] for release in releases]
+    assert versions[0] == "0.26.0"
+    assert versions == sorted(versions, key=matrix.numbers)
+    for release in releases:
+        assert [probe["id"] for probe in release["probes"]] == [probe.id for probe in PROBES]
+        assert {probe["verdict"] for probe in release["probes"]} <= set(VERDICTS)
+        assert len(release["files"]) == 4
+        for probe, known in zip(release["probes"], PROBES, strict=True):
+            assert probe["remedy"] == (known.remedy if probe["verdict"] == "defect" else "")
+
+
+def test_who_reaches_the_module_is_in_the_matrix():
+    reached = {release["version"]: release["reach"] for release in matrix.load()["releases"]}
+    for version in ("0.26.0", "0.27.0", "0.27.1", "0.28.0"):
+        assert reached[version]["default"] is False
+        assert "present, reached only by --model-class-overrides" in reached[version]["how"]
+        assert "on Hopper FLASHMLA_SPARSE returns no LSE, and DCP is refused" in reached[version]["how"]
+    assert all(reached[v]["default"] for v in reached if matrix.numbers(v) >= (0, 29, 0))
+
+
+def verdicts(probe):
+    """{version: verdict} of one probe, the workspace as a GPU found it."""
+    if probe == "split-workspace":
+        return {version: found["verdict"] for version, found in workspace_record.load()["releases"].items()}
+    releases = matrix.load()["releases"]
+    return {r["version"]: p["verdict"] for r in releases for p in r["probes"] if p["id"] == probe}
+
+
+NAMING = [probe for probe in PROBES if re.search(r"\d+\.\d+\.\d+", probe.remedy)]
+
+
+@pytest.mark.parametrize("probe", NAMING, ids=lambda probe: probe.id)
+def test_a_remedy_names_only_releases_that_a_check_has_shown_to_be_healthy(probe):
+    found = verdicts(probe.id)
+    for version, newer in re.findall(r"(\d+\.\d+\.\d+)( or newer)?", probe.remedy):
+        named = [v for v in found if v == version or (newer and matrix.numbers(v) >= matrix.numbers(version))]
+        assert named
+        # 0.29.0 has the defect k-rows, and is named with what cures it there: the plugin and the option.
+        cured = {"0.29.0"} if probe.id == "k-rows" else set()
+        assert set(named) - cured <= {v for v in named if found[v] == "ok"}, (version, found)
+
+
+def test_the_release_with_k_rows_is_named_only_with_its_cures():
+    for probe in PROBES:
+        if probe.code in PROBED:
+            assert "0.30.0 or newer, or 0.29.0 with dcp_fix installed beside it" in probe.remedy
+            assert """or 0.29.0 with --attention-config '{"sparse_mla_force_mqa": true}'""" in probe.remedy
+            assert "0.29.0 or newer" not in probe.remedy
+
+
+def test_the_table_has_a_row_per_release_and_names_the_workspace_from_the_gpu():
+    rows = matrix.markdown().splitlines()
+    assert len(rows) == 2 + len(matrix.load()["releases"])
+    columns = [cell.strip() for cell in rows[0].strip("|").split("|")]
+    cells = {
+        row.split("|")[1].strip(): dict(zip(columns, map(str.strip, row.strip("|").split("|")), strict=True))
+        for row in rows[2:]
+    }
+    assert cells["0.28.0"]["split-workspace"] == cells["0.30.0"]["split-workspace"] == "**defect**"
+    assert cells["0.29.0"]["split-workspace"] == "ok"
+
+
+def test_a_changed_file_is_not_the_release_it_was(tmp_path):
+    assert matrix.recorded_defects(tmp_path) is None
+    name = matrix.DECISIVE[0]
+    (tmp_path / name).parent.mkdir(parents=True)
+    (tmp_path / name).write_text("def fused_norm_rope(): pass\n")
+    assert matrix.recorded_defects(tmp_path) is None
+    assert list(matrix.digests(tmp_path)) == [name]
+    shutil.rmtree(tmp_path / "vllm")
+
+
+@pytest.mark.parametrize("listed", ["0.33.0, 0.33.0rc1, 0.26.0, 0.25.1, 0.27.1, 0.27.0.post1", "0.26.0"])
+def test_published_releases_are_final_ones_oldest_first(monkeypatch, listed):
+    class Done:
+        stdout, stderr = f"vllm (0.33.0)\nAvailable versions: {listed}\n", ""
+
+    monkeypatch.setattr(matrix.subprocess, "run", lambda *a, **k: Done)
+    found = matrix.published_releases()
+    assert found == sorted(found, key=matrix.numbers)
+    assert set(found) <= {"0.26.0", "0.27.1", "0.33.0"} and "0.26.0" in found
+
+
+def test_the_readme_shows_the_recorded_matrix_and_says_that_code_is_executed():
+    readme = (Path(__file__).parents[2] / "README.md").read_text()
+    assert matrix.markdown() in readme
+    assert "A probe executes the target's code" in readme
+
+
+@pytest.mark.parametrize(
+    ("damage", "says"),
+    [
+        (lambda m: m.update(releases=[]), "releases is []; allowed: a list of releases, not empty"),
+        (lambda m: m.pop("versions"), "lacks versions; allowed: an object of versions"),
+        (lambda m: m["releases"][0]["probes"].pop(), "allowed: 10 findings"),
+        (
+            lambda m: m["releases"][1]["probes"][2].update(verdict="fine"),
+            'probes.2.verdict is "fine"; allowed: one of ok',
+        ),
+        (lambda m: m["releases"][1]["reach"].update(default="no"), 'releases.1.reach.default is "no"; allowed: true'),
+        (lambda m: m["releases"][0].update(version="0.26"), 'releases.0.version is "0.26"; allowed: a final version'),
+        (lambda m: m["releases"][0]["files"].update({matrix.DECISIVE[0]: "x"}), "allowed: SHA256 by file"),
+    ],
+)
+def test_a_damaged_matrix_of_ours_is_named_by_its_field(monkeypatch, tmp_path, damage, says):
+    content = matrix.load()
+    damage(content)
+    (tmp_path / "matrix.json").write_text(json.dumps(content))
+    monkeypatch.setattr(matrix, "MATRIX", tmp_path / "matrix.json")
+    with pytest.raises(UserError) as refused:
+        matrix.load()
+    assert str(refused.value).startswith("dcp_fix's own matrix.json: ") and says in str(refused.value)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"releases": {"0.30.0": {}}}', '{"releases": {"0.30.0": 3}}'])
+def test_a_damaged_file_of_ours_is_named_and_not_blamed_on_the_target(monkeypatch, tmp_path, text):
+    (tmp_path / "recorded_workspace.json").write_text(text)
+    monkeypatch.setattr(workspace_record, "RECORDED", tmp_path / "recorded_workspace.json")
+    with pytest.raises(NotRun, match="dcp_fix's own recorded_workspace.json is damaged"):
+        workspace_record.workspace_sentence("0.30.0")
