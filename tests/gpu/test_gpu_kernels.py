@@ -81,7 +81,7 @@ INTERPRETED = """
 import pytest, sys, torch
 from tests.norm_rope_cases import CASES, Run
 from tests.triton_rounding import round_like_torch
-from dcp_fix.norm_rope_triton import fused_norm_rope_triton
+from dcp_fix.norm_rope.launcher import fused_norm_rope_triton
 
 round_like_torch(pytest.MonkeyPatch())
 runs = {name: Run(case) for name, case in CASES.items() if case.dtype == torch.float32}
