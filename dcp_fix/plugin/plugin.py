@@ -104,7 +104,9 @@ def probed_defects(root: Path, key: str) -> set[str]:
     try:
         path = cache_file(key)
         path.parent.mkdir(parents=True, exist_ok=True)
-        output.replace(path, json.dumps(sorted(defects)), exists=False)  # whole: several workers may do so at once
+        if not path.is_file():
+            path.unlink(missing_ok=True)  # a FIFO would be written into, and wait for a reader
+        output.write(path, json.dumps(sorted(defects)))  # whole, as several workers may do so at once
     except (OSError, UserError) as error:
         logger.warning("dcp_fix: verdicts are not cached: %s", error)
     return defects
