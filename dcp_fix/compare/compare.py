@@ -105,24 +105,20 @@ def run(a: Endpoint | Saved, b: Endpoint | Saved, pairs: int | None = None) -> C
         names = f"{shown(model)} at {a} and {shown(', '.join(served))} at {b}"
         raise EndpointError(f"wrong model: {names}; serve one at both, under one --served-model-name")
     for prompt in prompts(pairs):
-        (of_a, again_a), (of_b, again_b) = (ask_twice(side, model, prompt, pairs) for side in (a, b))
+        (of_a, noisy_a), (of_b, noisy_b) = (ask_twice(side, model, prompt, pairs) for side in (a, b))
         check_comparable(a, b, of_a, of_b)
-        rows.append(row(prompt, of_a, of_b, differs(of_a, again_a) or differs(of_b, again_b)))
+        rows.append(row(prompt, of_a, of_b, noisy_a or noisy_b))
     return Comparison(a, b, pairs, model, rows)
 
 
-def ask_twice(side: Endpoint | Saved, model: str, prompt: Prompt, pairs: int | None) -> tuple[Completion, Completion]:
-    """Both answers of one side. Raises EndpointError where they have to be the same, and are not."""
+def ask_twice(side: Endpoint | Saved, model: str, prompt: Prompt, pairs: int | None) -> tuple[Completion, bool]:
+    """(the answer, whether it is another one when asked again). Raises EndpointError where it may not be."""
     first, again = side.answers_to(model, prompt)
-    if differs(first, again) and not pairs:
+    noisy = (first.text, first.ids) != (again.text, again.ids)
+    if noisy and not pairs:
         answers = f"{first.text[:60]!r}, then {again.text[:60]!r}"
         raise EndpointError(f"{side} is not greedy: asked {prompt.name} twice, it said {answers}; {DISAGREES}")
-    return first, again
-
-
-def differs(first: Completion, again: Completion) -> bool:
-    """Whether a server contradicts itself."""
-    return (first.text, first.ids) != (again.text, again.ids)
+    return first, noisy
 
 
 def check_comparable(a: Endpoint | Saved, b: Endpoint | Saved, of_a: Completion, of_b: Completion) -> None:

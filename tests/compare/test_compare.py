@@ -3,8 +3,6 @@
 import json
 import math
 import sys
-import time
-from contextlib import contextmanager
 from random import Random
 
 import pytest
@@ -13,7 +11,7 @@ import torch
 from dcp_fix import broken, cli
 from dcp_fix.base import equality
 from dcp_fix.base.errors import UserError
-from dcp_fix.compare import answers, compare, prompts
+from dcp_fix.compare import answers, compare, endpoint, prompts
 from dcp_fix.compare.answers import Completion, EndpointError
 from dcp_fix.compare.endpoint import Endpoint
 from dcp_fix.engine.engine import Generation
@@ -21,10 +19,19 @@ from dcp_fix.engine.model import Model
 from dcp_fix.engine.sharded import Ops
 from dcp_fix.tiny import corpus
 from tests.checkpoints import random_checkpoint
-from tests.compare.conftest import SHORT
 from tests.serve import MODEL, engine_answers, openai, serving
 
+SHORT = {"96": (96, 3, 0), "160": (160, 4, 0), "128+96": (224, 5, 128)}
+
 pytestmark = pytest.mark.timeout(120)
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch):
+    """Short prompts and short answers."""
+    monkeypatch.setattr(prompts, "CLASSES", SHORT)
+    for module in (answers, endpoint, prompts):
+        monkeypatch.setattr(module, "NEW_TOKENS", 12)
 
 
 @pytest.fixture(scope="module")
@@ -64,28 +71,16 @@ def set_to(usage=None, **choice):
     return edited(lambda its_choice, its_usage: (its_choice.update(choice), its_usage.update(usage or {})))
 
 
-def counted(reply):
-    """The reply, and the list of (path, body) that it was asked."""
-    asked = []
-    return lambda path, body: (asked.append((path, body)), reply(path, body))[1], asked
-
-
-@contextmanager
-def endpoints(a, b, **options):
-    with serving(a) as first, serving(b) as second:
-        yield Endpoint("A", first, **options), Endpoint("B", second, **options)
-
-
-def run(a, b, **options):
+def run(a, b):
     """What compare finds out about servers with replies `a` and `b`."""
-    with endpoints(a, b, **options) as sides:
-        return compare.run(*sides)
+    with serving(a) as first, serving(b) as second:
+        return compare.run(Endpoint("A", first), Endpoint("B", second))
 
 
-def refused(a, b, **options):
+def refused(a, b):
     """The one line that ends a comparison."""
     with pytest.raises(EndpointError) as refusal:
-        run(a, b, **options)
+        run(a, b)
     assert str(refusal.value).isprintable() and len(str(refusal.value)) < 700
     return str(refusal.value)
 
@@ -122,9 +117,9 @@ def test_a_defect_is_a_difference_and_where_it_begins(model, at_dcp1, ops):
 
 
 def test_the_cached_part_goes_first_under_the_salt_of_its_prompt_and_no_other(capsys):
-    reply, asked = counted(openai(stub))
-    result = run(reply, openai(stub))
-    bodies = [body for _, body in asked[1:]]  # after the models
+    asked = []
+    result = run(lambda path, body: (asked.append(body), openai(stub)(path, body))[1], openai(stub))
+    bodies = asked[1:]  # after the models
     plain, other, cached = (row.prompt for row in result.rows)
     assert cached.text.startswith(cached.prefix + " ") and len(cached.prefix.split()) == 128 + 16
     assert [b["prompt"] for b in bodies] == [plain.text] * 2 + [other.text] * 2 + [cached.prefix, cached.text] * 2
@@ -259,15 +254,6 @@ def test_a_server_that_contradicts_itself_in_text_or_ids_is_found_by_asking_twic
     assert "endpoint B" in (error := refused(openai(stub), other_ids)) and "not greedy" in error
 
 
-def test_a_slow_endpoint_is_given_up_and_told_how_to_wait():
-    def slow(path, body):
-        time.sleep(0.6 if body else 0)
-        return openai(stub)(path, body)
-
-    error = refused(openai(stub), slow, timeout=0.3)
-    assert "endpoint B" in error and "no whole answer within 0.3 s: raise --timeout" in error
-
-
 # --- the command ------------------------------------------------------------------------------------------------------
 
 
@@ -290,11 +276,8 @@ def test_a_difference_is_printed_and_is_exit_status_1(status, capsys, tmp_path):
         assert status("--a", f"{a}/v1/", "--b", b, "--json", tmp_path / "c.json") == 1
     printed = capsys.readouterr().out
     assert "96: text differs at byte 0; token ids differ at token 0; logprobs not compared (B offers none)" in printed
-    assert (
-        "\x1b" not in printed
-        and "\\x1b[2Jlock lock" in printed
-        and equality.digest(b"\x1b[2Jlock lock")[:16] in printed
-    )
+    assert "\x1b" not in printed and "\\x1b[2Jlock lock" in printed
+    assert equality.digest(b"\x1b[2Jlock lock")[:16] in printed
     assert "Different: 0 of 3 prompts are answered alike." in printed
     written = json.loads((tmp_path / "c.json").read_text())
     assert (written["verdict"], written["model"], written["a"]) == ("different", MODEL, f"endpoint A ({a}/v1)")

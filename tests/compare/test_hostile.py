@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 import httpx
 import pytest
-from hypothesis import HealthCheck, example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from dcp_fix.base.errors import UserError
@@ -30,11 +30,7 @@ CHOICE = {"text": "a b", "token_ids": [5, 6], "logprobs": LOGPROBS, "finish_reas
 USAGE = {"prompt_tokens": 2, "completion_tokens": 2, "prompt_tokens_details": {"cached_tokens": 1}}
 SOUND = {"choices": [CHOICE], "usage": USAGE}
 
-# The fixture of conftest.py is of no account here.
-any_answer = settings(suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture])
 
-
-@any_answer
 @given(st.sampled_from([200, 200, 404, 503]), st.binary(max_size=60) | VALUES.map(json.dumps).map(str.encode))
 def test_any_content_is_json_or_one_line(http_status, content):
     try:
@@ -45,7 +41,6 @@ def test_any_content_is_json_or_one_line(http_status, content):
         assert http_status == 200 and json.dumps(got) == json.dumps(json.loads(content))
 
 
-@any_answer
 @given(damaged(SOUND))
 @example(SOUND | {"usage": {"prompt_tokens": -1}})
 @example(SOUND | {"choices": [{"text": "a b", "token_ids": [5, 6]}]})
@@ -62,7 +57,6 @@ def test_any_answer_is_a_completion_as_it_is_or_one_line(answer):
     assert all(type(count) is int and count >= 0 for count in counts) and isinstance(got.encoded, bytes)
 
 
-@any_answer
 @given(damaged({"data": [{"id": "a"}, {"id": "b"}]}) | VALUES)
 def test_any_list_of_models_is_names_or_one_line(answer):
     try:
