@@ -380,7 +380,7 @@ def compare(
     """
     from dcp_fix.compare import compare as comparison
 
-    raise typer.Exit(comparison.main(a, b, json=json, timeout=timeout, save_to=save, pairs=pairs))
+    raise typer.Exit(comparison.main(a, b, json, timeout, save, pairs))
 
 
 @app.command()

@@ -112,9 +112,9 @@ def completion(body, ids, generation):
     text = " " + corpus.decode([i for i in tokens if i != corpus.END])
     choice = {"index": 0, "text": text, "finish_reason": reason}
     if body.get("return_token_ids"):
-        choice |= {"token_ids": tokens, "prompt_token_ids": ids}
+        choice["token_ids"] = tokens
     if body.get("logprobs") is not None:
         chosen = generation.logits.log_softmax(-1).gather(1, torch.tensor(tokens)[:, None])[:, 0]
-        choice["logprobs"] = {"token_logprobs": chosen.tolist(), "tokens": [corpus.WORDS[i] for i in tokens]}
+        choice["logprobs"] = {"token_logprobs": chosen.tolist()}
     usage = {"prompt_tokens": len(ids), "prompt_tokens_details": {"cached_tokens": generation.cached}}
     return {"id": "cmpl-1", "object": "text_completion", "model": body["model"], "choices": [choice], "usage": usage}

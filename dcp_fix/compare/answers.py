@@ -1,189 +1,161 @@
-"""What an OpenAI-compatible server answered: the JSON of a response, taken for a completion or refused by its field.
+"""What an OpenAI-compatible server answered, as far as it can be believed; and the answers of one server in a file.
 
-    Failure       one attempt that came to nothing: what happened, and what to do
-    Completion    an answer, as far as it can be believed
-
-What a server may add to its answers counts for nothing here; what is read is of the type that the table below says.
+What a server adds to its answers counts for nothing. What it leaves out is unknown, never taken for the usual value.
 
 Not here: asking (endpoint.py), judging (compare.py).
 """
 
 import json
 import math
-from typing import Annotated, TypeVar
+from pathlib import Path
+from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, ConfigDict, Field, PlainSerializer
+from pydantic import AfterValidator, ConfigDict, Field
 
-from dcp_fix.base.errors import UserError, shown
+from dcp_fix.base.bounded import MIB, read_json
+from dcp_fix.base.errors import UserError, escaped, shown
 from dcp_fix.base.schema import Schema, allowed, checked
+from dcp_fix.compare.prompts import NEW_TOKENS, Prompt
 
-PASSING = (429, 500, 502, 503, 504)
-WHOLE = "a whole number from 0 on, or null"
-
-
-class Failure(Exception):
-    """One attempt that failed. `passing`: another one may succeed."""
-
-    def __init__(self, what: str, remedy: str, passing: bool = True, status: int | None = None) -> None:
-        super().__init__(f"{what}: {remedy}")
-        self.passing, self.status = passing, status
+FORMAT = "dcp-fix compare, answers 2"
+LARGEST = 64 * MIB  # of a file
 
 
-# --- what is allowed --------------------------------------------------------------------------------------------------
+class EndpointError(UserError):
+    """An endpoint that cannot be used; `status`: of HTTP, where it is one."""
+
+    def __init__(self, message: str, status: int | None = None) -> None:
+        super().__init__(message)
+        self.status = status
 
 
-def with_nan(values: list[float | None]) -> list[float]:
-    """What is no finite number, null included, as NaN."""
-    return [value if value is not None and math.isfinite(value) else math.nan for value in values]
-
-
-def without_nan(values: list[float] | None) -> list[float | None] | None:
-    """The same for JSON, which lacks NaN: null."""
-    return values and [None if math.isnan(value) else value for value in values]
+def finite(values: list[float | None]) -> list[float | None]:
+    """What is no finite number as None: vLLM, SGLang and Python's JSON write NaN in three ways."""
+    return [value if value is not None and math.isfinite(value) else None for value in values]
 
 
 Count = Annotated[int, Field(ge=0, lt=1 << 63)]
 Ids = Annotated[list[Count], Field(fail_fast=True)]  # one wrong of millions is error enough
-Numbers = Annotated[list[float | None], Field(fail_fast=True), AfterValidator(with_nan)]
-
-
-class Sent(Schema):
-    """Part of an answer: what is not named here is let pass; Python's servers write NaN."""
-
-    model_config = ConfigDict(extra="ignore", allow_inf_nan=True)
-
-
-class Card(Sent):
-    """One model."""
-
-    id: str = allowed("a name")
-
-
-class Models(Sent):
-    """An answer of /v1/models."""
-
-    data: Annotated[list[Card], Field(fail_fast=True)] = allowed("a list of models, each with an id", min_length=1)
-
-
-class TokenLogprobs(Sent):
-    """The logprobs of a choice."""
-
-    token_logprobs: Numbers | None = allowed("a list of numbers, or null", default=None)
-
-
-class Choice(Sent):
-    """One of the answers to a prompt."""
-
-    text: str = allowed("text")
-    finish_reason: str | None = allowed("a word, or null", default="stop")
-    token_ids: Ids | None = allowed("a list of token ids, or null", default=None)
-    prompt_token_ids: Ids | None = allowed("a list of token ids, or null", default=None)
-    logprobs: TokenLogprobs | None = allowed("an object, or null", default=None)
-
-
-class Details(Sent):
-    """Where the tokens of a prompt came from."""
-
-    cached_tokens: Count | None = allowed(WHOLE, default=None)
-
-
-class Usage(Sent):
-    """How many tokens there were."""
-
-    prompt_tokens: Count = allowed("a whole number from 0 on")
-    completion_tokens: Count | None = allowed(WHOLE, default=None)
-    prompt_tokens_details: Details | None = allowed("an object, or null", default=None)
-
-
-class Answer(Sent):
-    """An answer of /v1/completions."""
-
-    choices: Annotated[list[Choice], Field(fail_fast=True)] = allowed("a list of choices, not empty", min_length=1)
-    usage: Usage = allowed("an object")
+Numbers = Annotated[list[float | None], Field(fail_fast=True), AfterValidator(finite)]
 
 
 class Completion(Schema):
-    """An answer as it is compared. What the endpoint does not offer is None; a logprob that is no number is NaN.
-
-    `ids_missing`: why `token_ids` is None although some were sent. `finish_reason` None: it was never finished.
-    """
+    """An answer as it was sent. What the endpoint does not offer is None, and so is a logprob that is no number."""
 
     model_config = ConfigDict(allow_inf_nan=True)
 
     text: str = allowed("text")
-    token_ids: Ids | None = allowed("a list of token ids, or null", default=None)
-    logprobs: Annotated[Numbers | None, PlainSerializer(without_nan)] = allowed("a list of numbers, or null", None)
+    finish_reason: str | None = allowed("a word, or null")
     prompt_tokens: Count = allowed("a whole number from 0 on")
-    prompt_ids: Ids | None = allowed("a list of token ids, or null", default=None)
-    cached_tokens: Count | None = allowed(WHOLE, default=None)
-    logprobs_refused: str | None = allowed("text, or null", default=None)
-    finish_reason: str | None = allowed("a word, or null", default="stop")
-    completion_tokens: Count | None = allowed(WHOLE, default=None)
-    ids_missing: str | None = allowed("text, or null", default=None)
+    completion_tokens: Count | None = allowed("a whole number from 0 on, or null", default=None)
+    cached_tokens: Count | None = allowed("a whole number from 0 on, or null", default=None)
+    token_ids: Ids | None = allowed("a list of token ids, or null", default=None)
+    logprobs: Numbers | None = allowed("a list of numbers, or null", default=None)
 
     @property
     def encoded(self) -> bytes:
         """The text in UTF-8; a lone surrogate, which JSON can carry, keeps its bits."""
         return self.text.encode("utf-8", "surrogatepass")
 
+    @property
+    def tokens(self) -> int | None:
+        """How many tokens the answer has, as the endpoint counts them or by its ids; None if it says neither."""
+        if self.completion_tokens is None and self.token_ids is not None:
+            return len(self.token_ids)
+        return self.completion_tokens
 
-# --- taking an answer -------------------------------------------------------------------------------------------------
+    def lacking(self, values: list | None) -> str | None:
+        """Why `token_ids` or `logprobs` cannot be compared: of another length, they are those of unknown tokens."""
+        if values is None or (self.text and not values):
+            return "none"
+        return None if self.tokens in (None, len(values)) else f"{len(values)} for {self.tokens} tokens"
+
+    @property
+    def ids(self) -> list[int] | None:
+        """The token ids, if they are those of the answer."""
+        return None if self.lacking(self.token_ids) else self.token_ids
+
+    def check_finished(self, who: object, what: str, asked: int) -> None:
+        """Raise EndpointError for an answer that was broken off: two of them could be equal."""
+        made = self.tokens
+        after = f"{who} ended {what} after {'an unknown number' if made is None else made} of {asked} tokens"
+        if self.finish_reason not in ("stop", "length"):
+            raise EndpointError(f"{after}, finish_reason {shown(self.finish_reason, 40)!r}: nothing to compare")
+        if made is not None and (made > asked or (made < asked and self.finish_reason == "length")):
+            raise EndpointError(f"{after}: does it limit answers by itself?")
 
 
-def json_of(status: int, content: bytes, proxy: str | None):
-    """The JSON of a successful answer. Raises Failure for another status, quoting the server, and for other content."""
+def json_of(status: int, content: bytes) -> Any:
+    """The JSON of a successful answer. Raises EndpointError, quoting the server, for anything else."""
     start = shown(" ".join(content[:400].decode(errors="replace").split()))
     if status != 200:
-        if proxy:
-            raise Failure(
-                f"HTTP {status} {start!r} {proxy}", "from it or from the server; see both", status in PASSING, status
-            )
         remedy = "see the server's log" if status >= 500 else "is it an OpenAI-compatible server that needs no key?"
-        raise Failure(f"HTTP {status} {start!r}", remedy, status in PASSING, status)
+        raise EndpointError(f"HTTP {status} {start!r}: {remedy}", status)
     try:
         return json.loads(content)
     except (ValueError, RecursionError):
-        raise Failure(f"an answer that is not JSON {start!r}", "is this an inference server?") from None
+        raise EndpointError(f"an answer that is not JSON {start!r}: is this an inference server?") from None
 
 
-Kind = TypeVar("Kind", bound=Sent)
-
-
-def taken(schema: type[Kind], answer, name: str) -> Kind:
-    """An answer as a `schema`. Raises Failure that names the first field which is not."""
+def model_names(answer: Any) -> list[str]:
+    """The ids in an answer of /v1/models. Raises EndpointError for another shape."""
     try:
-        return checked(schema, answer, name)
-    except UserError as error:
-        raise Failure(str(error).split("\n")[0], "is this an OpenAI-compatible server?") from None
+        names = [card["id"] for card in answer["data"]]
+    except (KeyError, TypeError):
+        names = []
+    if not names or not all(isinstance(name, str) for name in names):
+        raise EndpointError("no list of models, each with an id: is this an OpenAI-compatible server?")
+    return names
 
 
-def model_names(answer) -> list[str]:
-    """The ids in an answer of /v1/models. Raises Failure for another shape."""
-    return [card.id for card in taken(Models, answer, "no list of models").data]
+def completion(answer: Any) -> Completion:
+    """The first choice of an answer of /v1/completions. Raises EndpointError that names the first field at fault."""
+    try:
+        choice, usage = answer["choices"][0], answer["usage"]
+        values = {name: choice[name] for name in ("text", "finish_reason", "token_ids") if name in choice}
+        values |= {name: usage[name] for name in ("prompt_tokens", "completion_tokens") if name in usage}
+        values["logprobs"] = (choice.get("logprobs") or {}).get("token_logprobs")
+        values["cached_tokens"] = (usage.get("prompt_tokens_details") or {}).get("cached_tokens")
+        return checked(Completion, values, "no completion", EndpointError)
+    except (LookupError, TypeError, AttributeError):
+        raise EndpointError("no completion with choices and usage: is this an OpenAI-compatible server?") from None
 
 
-def completion(answer) -> Completion:
-    """The first choice of an answer of /v1/completions. Raises Failure for another shape."""
-    whole = taken(Answer, answer, "no completion")
-    choice, usage = whole.choices[0], whole.usage
-    missing = lacking(choice.token_ids, choice.text, usage.completion_tokens)
-    return Completion(
-        text=choice.text,
-        token_ids=None if missing else choice.token_ids,
-        logprobs=choice.logprobs and choice.logprobs.token_logprobs,
-        prompt_tokens=usage.prompt_tokens,
-        prompt_ids=choice.prompt_token_ids,
-        cached_tokens=usage.prompt_tokens_details and usage.prompt_tokens_details.cached_tokens,
-        finish_reason=choice.finish_reason,
-        completion_tokens=usage.completion_tokens,
-        ids_missing=missing,
-    )
+class Twice(Schema):
+    """The answers to one prompt."""
+
+    first: Completion = allowed("an answer")
+    again: Completion = allowed("an answer")
 
 
-def lacking(ids: list[int] | None, text: str, made: int | None) -> str | None:
-    """Why token ids that were sent are not those of the answer; None where they are, or where none were sent."""
-    if ids is None:
-        return None
-    if made is not None and len(ids) < made:
-        return f"{len(ids)} for {made} tokens"
-    return "none beside a text" if text and not ids else None
+class Saved(Schema):
+    """The answers of an endpoint, in its place; `answers` by the digest of the prompt."""
+
+    format: Literal["dcp-fix compare, answers 2"] = allowed(f'"{FORMAT}"')
+    endpoint: str = allowed("a name")
+    model: str = allowed("a name")
+    answers: dict[str, Twice] = allowed("an object: two answers for each prompt")
+
+    def __str__(self) -> str:
+        return f"the saved answers of {escaped(self.endpoint)}"
+
+    def models(self) -> list[str]:
+        """The model that answered."""
+        return [self.model]
+
+    def answers_to(self, model: str, prompt: Prompt) -> tuple[Completion, Completion]:
+        """Both answers to that very prompt. Raises EndpointError if it was not asked, or was not answered whole."""
+        if prompt.digest not in self.answers:
+            raise EndpointError(f"{self}: {prompt.name} was asked otherwise; save them anew, with the same --pairs")
+        kept = self.answers[prompt.digest]
+        for answer in (kept.first, kept.again):
+            answer.check_finished(self, prompt.name, NEW_TOKENS)
+        return kept.first, kept.again
+
+
+def load(path: Path) -> Saved:
+    """Read a file. Raises UserError that names the file, the field, its value and what is allowed."""
+    try:
+        return checked(Saved, read_json(path, LARGEST), shown(path))
+    except FileNotFoundError:
+        raise UserError(f"{shown(path)}: no such file; make it with `dcp-fix compare --a URL --save FILE`") from None

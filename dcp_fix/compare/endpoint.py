@@ -1,148 +1,142 @@
-"""One OpenAI-compatible endpoint (vLLM, SGLang): ask it for a greedy completion, with patience that has an end.
+"""One OpenAI-compatible endpoint (vLLM, SGLang): ask it for greedy completions, with patience that has an end.
 
-    Endpoint("A", "http://localhost:8000").complete("tiny", "q : what", max_tokens=32, salt="x")  ->  Completion
+    Endpoint("A", "http://localhost:8000").answers_to("tiny", Prompt("short", "q : what"))  ->  (Completion, Completion)
 
 Request: `temperature` 0 and `logprobs` 1 from OpenAI's API; `return_token_ids`, `cache_salt`, `skip_special_tokens` and
 `repetition_penalty`, which vLLM and SGLang add to it (token ids: vLLM PR 22587, SGLang PR 30917; older ones ignore it).
 
-What may pass (no connection, one that breaks off, HTTP 429 or 5xx, an answer that is no completion) is tried again,
-`len(WAITS)` times at most. A timeout is not: it would only queue the same work again. Every error names the endpoint.
-
-It does not: stream, sample, use chat templates, send an API key, or judge an answer (compare.py).
+It does not: sample, use chat templates, send an API key, go through a proxy, try again, or judge an answer
+(compare.py). Every error names the endpoint, none a password.
 """
 
 import asyncio
-import queue
-import threading
-import time
+import ipaddress
+import re
+import socket
+import ssl
+import sys
+import uuid
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from typing import Any
 
 import httpx
 
-from dcp_fix.base.errors import UserError
-from dcp_fix.compare import address
-from dcp_fix.compare.answers import Completion, Failure, completion, json_of, model_names
+from dcp_fix.base.errors import UserError, shown
+from dcp_fix.compare.answers import Completion, EndpointError, completion, json_of, model_names
+from dcp_fix.compare.prompts import NEW_TOKENS, SAMPLING, Prompt
 
 TIMEOUT = 120.0  # seconds for one answer: 2,560 tokens of prefill behind a first request that still compiles kernels
-LONGEST = 86_400  # seconds that may be asked for
 CONNECT = 10.0  # seconds for a connection
-WAITS = (0.5, 1.0, 2.0)  # seconds before the second, third and fourth attempt
-# Both numbers: a model's generation_config may bring its own. A special token must not vanish from the text.
-SAMPLING = {"temperature": 0, "repetition_penalty": 1.0, "skip_special_tokens": False}
 REFUSES_LOGPROBS = (400, 500)  # vLLM with --max-logprobs 0; vLLM and SGLang when a logprob is NaN, which JSON lacks
 LARGEST = 1 << 24  # bytes of an answer
+HOST = re.compile(r"[^\s%/@\\]+")  # % is what became of a blank or a control character
 
 
-class EndpointError(UserError):
-    """An endpoint that cannot be used: says which, what it did and what to do. `status`: of HTTP, where it is one."""
+def base_url(name: str, url: str) -> httpx.URL:
+    """The address that ends in /v1. Raises UserError, which shows no user and no password, for what is none."""
+    try:
+        parsed = httpx.URL(url)
+        whole = parsed.copy_with(path=parsed.path.rstrip("/").removesuffix("/v1") + "/v1", query=None, fragment=None)
+        if parsed.scheme in ("http", "https") and HOST.fullmatch(parsed.host) and 0 < (parsed.port or 80) < 1 << 16:
+            return whole
+    except (httpx.InvalidURL, UnicodeError):
+        pass
+    raise UserError(f"endpoint {name}: {shown(url.rpartition('@')[2])!r} is no address; say http://host:port")
 
-    def __init__(self, message: str, status: int | None = None) -> None:
-        super().__init__(message)
-        self.status = status
+
+def place(url: httpx.URL) -> tuple[str, int, str]:
+    """(host, port, path), the same for every spelling of one server's address."""
+    host = url.host.rstrip(".").lower()
+    with suppress(OSError):
+        host = socket.inet_ntoa(socket.inet_aton(host))  # 2130706433 and 127.1 are 127.0.0.1
+    with suppress(ValueError):
+        address = ipaddress.ip_address(host)
+        address = getattr(address, "ipv4_mapped", None) or address
+        host = "localhost" if address.is_loopback or address.is_unspecified else str(address)
+    return host, url.port or {"http": 80, "https": 443}[url.scheme], url.path
 
 
 class Endpoint:
     """The endpoint at `url` (with or without /v1), called `name` in messages; `timeout` in seconds for one answer."""
 
     def __init__(self, name: str, url: str, timeout: float = TIMEOUT) -> None:
-        if not 0 < timeout <= LONGEST:
-            raise UserError(f"--timeout {timeout:g}: seconds between 0 and {LONGEST} are wanted")
-        self.name, self.url, self.timeout = name, address.base_url(name, url), timeout
-        self.tls, self.proxy = address.tls_of(self.url), address.proxy_of(self.url)
+        self.name, self.url, self.timeout = name, base_url(name, url), timeout
+        self.tls = ssl.create_default_context() if self.url.scheme == "https" else False
 
     def __str__(self) -> str:
         return f"endpoint {self.name} ({self.url.copy_with(userinfo=b'')})"
+
+    def __eq__(self, other: object) -> bool:
+        """Whether both addresses lead to one server."""
+        return isinstance(other, Endpoint) and place(self.url) == place(other.url)
 
     def models(self) -> list[str]:
         """The names of the models that it serves."""
         return self.ask("models", None, model_names)
 
-    def complete(self, model: str, prompt: str, max_tokens: int, salt: str) -> Completion:
-        """The greedy continuation. Requests with one `salt` share a prefix cache, others never do.
+    def answers_to(self, model: str, prompt: Prompt) -> tuple[Completion, Completion]:
+        """Its answer, and what it says when it is asked again. Raises EndpointError.
 
-        Where asking for logprobs is what fails, the answer comes without them and `logprobs_refused` says why.
+        Each out of a prefix cache that holds the prefix and, thanks to a fresh salt, nothing else.
         """
-        body = {
-            "model": model, "prompt": prompt, "max_tokens": max_tokens, "cache_salt": salt, "logprobs": 1,
-            "return_token_ids": True, **SAMPLING,
-        }  # fmt: skip
+        answers = []
+        for salt in (uuid.uuid4().hex, uuid.uuid4().hex):
+            if prompt.prefix:
+                self.complete(model, prompt.prefix, 1, f"{prompt.name}, the part to be cached", salt)
+            answers.append(self.complete(model, prompt.text, NEW_TOKENS, prompt.name, salt))
+        return answers[0], answers[1]
+
+    def complete(self, model: str, text: str, tokens: int, name: str, salt: str) -> Completion:
+        """The greedy continuation, whole; without logprobs where asking for them is what fails.
+
+        Requests with one `salt` share a prefix cache, others never do.
+        """
+        print(f"{self.name}: {name}", file=sys.stderr, flush=True)
+        body = {"model": model, "prompt": text, "max_tokens": tokens, "cache_salt": salt, "return_token_ids": True}
         try:
-            return self.ask("completions", body, completion)
+            answer = self.ask("completions", body | SAMPLING | {"logprobs": 1}, completion)
         except EndpointError as error:
             if error.status not in REFUSES_LOGPROBS:
                 raise
-            del body["logprobs"]
-            said = {"logprobs_refused": f"HTTP {error.status}"}
-            return self.ask("completions", body, completion).model_copy(update=said)
+            print(f"{self.name}: HTTP {error.status}, as for NaN; asked without logprobs", file=sys.stderr, flush=True)
+            answer = self.ask("completions", body | SAMPLING, completion)
+        answer.check_finished(self, name, tokens)
+        return answer
 
-    def ask(self, path: str, body: dict | None, parse: Callable):
-        """`parse` of the JSON answer to a POST of `body`, or to a GET. Raises EndpointError when attempts run out."""
-        for wait in (*WAITS, None):
-            try:
-                return parse(self.attempt(path, body))
-            except Failure as failure:
-                if not failure.passing or wait is None:
-                    tries = f" (tried {len(WAITS) + 1} times)" if failure.passing else ""
-                    raise EndpointError(f"{self}: {failure}{tries}", failure.status) from None
-            time.sleep(wait)
+    def ask(self, path: str, body: dict | None, parse: Callable[[Any], Any]) -> Any:
+        """`parse` of the JSON answer to a POST of `body`, or to a GET. Raises EndpointError."""
+        try:
+            return parse(self.attempt(path, body))
+        except EndpointError as error:
+            raise EndpointError(f"{self}: {str(error).splitlines()[0]}", error.status) from None
 
-    def attempt(self, path: str, body: dict | None):
-        """One request: the JSON of its answer. Raises Failure, also where all of it takes longer than `timeout`."""
+    def attempt(self, path: str, body: dict | None) -> Any:
+        """One request: the JSON of its answer. Raises EndpointError."""
         url = self.url.copy_with(path=f"{self.url.path}/{path}")
-        try:
-            return json_of(*in_thread(self.exchange(url, body)), self.proxy)
+        try:  # in a thread of its own, since the caller may be in an event loop, as notebooks are
+            status, content = ThreadPoolExecutor(1).submit(asyncio.run, self.exchange(url, body)).result()
         except TimeoutError:
-            what = f"no whole answer within {self.timeout:g} s"
-            raise Failure(what, "raise --timeout, or see its log", passing=False) from None
-        except (httpx.ConnectError, httpx.ConnectTimeout, httpx.ProxyError) as error:
-            way = f" {self.proxy}" if self.proxy else ""
-            remedy = (
-                "is the proxy right? NO_PROXY exempts a host" if self.proxy else "is it up, and is this its address?"
-            )
-            raise Failure(f"no connection{way} ({error})", remedy) from None
+            raise EndpointError(f"no whole answer within {self.timeout:g} s: raise --timeout, or see its log") from None
+        except (httpx.ConnectError, httpx.ConnectTimeout, UnicodeError) as error:
+            raise EndpointError(f"no connection ({error}): is it up, and is this its address?") from None
         except (httpx.RequestError, OSError) as error:
-            raise Failure(f"the connection broke off ({error})", "did the server crash? See its log") from None
-        except UnicodeError as error:
-            raise Failure(f"no connection ({error})", "is this the name of a host?", passing=False) from None
+            raise EndpointError(f"the connection broke off ({error}): did the server crash? See its log") from None
+        return json_of(status, content)
 
-    async def exchange(self, url, body: dict | None) -> tuple[int, bytes]:
+    async def exchange(self, url: httpx.URL, body: dict | None) -> tuple[int, bytes]:
         """(status, body) of one request. Raises TimeoutError at its end, whatever trickles in until then."""
-        timeout = httpx.Timeout(self.timeout, connect=min(CONNECT, self.timeout))
-        try:
-            async with (
-                asyncio.timeout(self.timeout),
-                address.client_of(self.name, self.url, self.tls, timeout) as client,
-            ):
-                async with client.stream("POST" if body else "GET", url, json=body) as response:
-                    return response.status_code, await read(response)
-        except httpx.ConnectTimeout:
-            raise
-        except httpx.TimeoutException:
-            raise TimeoutError from None
-
-
-def in_thread(work):
-    """The result of a coroutine, run in a thread of its own: the caller may be in an event loop, as notebooks are."""
-    results = queue.SimpleQueue()
-
-    def run():
-        try:
-            results.put((asyncio.run(work), None))
-        except BaseException as error:  # noqa: BLE001 raised again where it is waited for
-            results.put((None, error))
-
-    threading.Thread(target=run, daemon=True).start()
-    result, error = results.get()
-    if error is not None:
-        raise error
-    return result
-
-
-async def read(response: httpx.Response) -> bytes:
-    """The whole body, up to LARGEST bytes."""
-    content = bytearray()
-    async for chunk in response.aiter_bytes():
-        content += chunk
-        if len(content) > LARGEST:
-            raise Failure(f"an answer of more than {LARGEST} bytes", "is this an inference server?", passing=False)
-    return bytes(content)
+        plain = {"Accept-Encoding": "identity"}  # what is compressed is as long as it likes once it is not
+        wait = httpx.Timeout(None, connect=CONNECT)
+        client = httpx.AsyncClient(timeout=wait, headers=plain, verify=self.tls, trust_env=False)
+        content = bytearray()
+        async with asyncio.timeout(self.timeout), client:
+            async with client.stream("POST" if body else "GET", url, json=body) as response:
+                if response.headers.get("Content-Encoding", "identity") != "identity":
+                    raise EndpointError("a compressed answer, which was not asked for: is this an inference server?")
+                async for chunk in response.aiter_raw():
+                    content += chunk
+                    if len(content) > LARGEST:
+                        raise EndpointError(f"an answer of more than {LARGEST} bytes: is this an inference server?")
+                return response.status_code, bytes(content)

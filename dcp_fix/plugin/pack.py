@@ -1,4 +1,4 @@
-"""Packed and cut: holes taken out of what vLLM's fp8 path hands to FlashMLA's sparse decode. Opt-in, DCP_FIX_PACK=1.
+"""Packing: holes taken out of the ids that vLLM's fp8 path hands to FlashMLA's sparse decode. Opt-in, DCP_FIX_PACK=1.
 
 Under DCP a rank owns a part of the selected ids; vLLM leaves -1 in the place of the others, and FlashMLA spends as much
 time on a hole as on a key. Here the ids of each token come first and the tensor ends where few tokens have more
@@ -6,14 +6,14 @@ time on a hole as on a key. Here the ids of each token come first and the tensor
 nothing waits for the device, CUDA graphs hold it too, and no key is dropped, however many fall to one rank. Results are
 the same up to where FlashMLA's blocks begin, and one rounding to bf16 more for a token that exceeds the width.
 
-Fewer than FEWEST tokens stay as they are: the kernel by itself wins from 32 on (KERNELS.md), but a decode step of 64
-requests in real vLLM took 5 % longer with it (h200x2_pack0300, where every number of tokens was packed from 16 on).
 Source: vLLM 0.28 to 0.33, v1/attention/backends/mla/flashmla_sparse.py. Not here: the bf16 path, which packs already.
 """
 
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
+from types import ModuleType
 from typing import TYPE_CHECKING
 
 from dcp_fix.repairs.launcher import logger
@@ -24,20 +24,30 @@ if TYPE_CHECKING:  # the plugin must not load torch before vLLM does
 VARIABLE = "DCP_FIX_PACK"
 MODULE = "vllm.v1.attention.backends.mla.flashmla_sparse"
 ON = ("1", "true", "on", "yes")
-FEWEST = 256  # tokens
+FEWEST = 256  # tokens: a decode step of 64 requests in real vLLM took 5 % longer when packed (h200x2_pack0300)
 GIVEN = {"q", "k_cache", "indices", "softmax_scale", "tile_scheduler_metadata"}  # what a call must name to be cut
 
 
-def hooks(asked: str) -> dict:
+def hooks(asked: str) -> dict[str, list[Callable[[ModuleType], None]]]:
     """{module name: functions to call with that module}, for the value of DCP_FIX_PACK."""
     return {MODULE: [pack_and_cut]} if asked.lower() in ON else {}
 
 
-def pack_and_cut(module) -> None:
-    """Wrap the FlashMLA that the backend has imported; once."""
-    original = module.flash_mla_with_kvcache
-    if not getattr(original, "packs", False):
-        module.flash_mla_with_kvcache = packing(original, module.get_mla_metadata, dcp_size)
+def pack_and_cut(module: ModuleType) -> None:
+    """Wrap the FlashMLA that the backend has imported, once: what it cannot be sure of is passed on as it is."""
+    original, new_schedule = module.flash_mla_with_kvcache, module.get_mla_metadata
+    if getattr(original, "packs", False):
+        return
+
+    @functools.wraps(original)
+    def flash_mla_with_kvcache(*args, **arguments):
+        columns = width(arguments) if not args and arguments.keys() >= GIVEN else None
+        if columns is None:
+            return original(*args, **arguments)
+        return cut(original, arguments, columns, new_schedule)
+
+    flash_mla_with_kvcache.packs = True
+    module.flash_mla_with_kvcache = flash_mla_with_kvcache
 
 
 @functools.cache
@@ -52,21 +62,7 @@ def dcp_size() -> int:
         return 1
 
 
-def packing(original, new_schedule, ranks):
-    """`original`, given packed and cut indices where that pays; whatever it cannot be sure of is passed on as it is."""
-
-    @functools.wraps(original)
-    def flash_mla_with_kvcache(*args, **arguments):
-        columns = width(arguments, ranks) if not args and arguments.keys() >= GIVEN else None
-        if columns is None:
-            return original(*args, **arguments)
-        return cut(original, arguments, columns, new_schedule)
-
-    flash_mla_with_kvcache.packs = True
-    return flash_mla_with_kvcache
-
-
-def width(arguments: dict, ranks) -> int | None:
+def width(arguments: dict) -> int | None:
     """How many columns to keep of indices [1, T, K] into a cache of fp8_ds_mla; None where all of them should stay."""
     from dcp_fix.kv_cache import ENTRY_BYTES
     from dcp_fix.workspace import expected_columns
@@ -74,30 +70,23 @@ def width(arguments: dict, ranks) -> int | None:
     indices, cache = arguments["indices"], arguments["k_cache"]
     if indices is None or cache.shape[-1] != ENTRY_BYTES or indices.shape[0] != 1 or indices.shape[1] < FEWEST:
         return None
-    columns = expected_columns(indices.shape[2], ranks())
+    columns = expected_columns(indices.shape[2], dcp_size())
     return columns if columns < indices.shape[2] else None
 
 
-def cut(original, arguments: dict, columns: int, new_schedule) -> tuple[torch.Tensor, torch.Tensor]:
-    """One call over the first `columns` packed indices of each token, and what is beyond: out [1, T, H, 512], lse
-    [1, H, T] as `original` returns them.
+def cut(original: Callable, arguments: dict, columns: int, new_schedule: Callable) -> tuple[torch.Tensor, torch.Tensor]:
+    """One call over the first `columns` packed ids of each token, and what is beyond: out [1, T, H, 512], lse [1, H, T]
+    as `original` returns them. The schedule is kept beside vLLM's own: that is one a step, for all layers.
     """
     from dcp_fix.attention.kernel import pack
     from dcp_fix.attention.spill import with_spill
 
-    indices = arguments["indices"]
-    packed, counts = pack(indices[0], tail=-1)
-    schedule = schedule_for(arguments["tile_scheduler_metadata"], columns, new_schedule)
-    given = {"indices": packed[None, :, :columns].contiguous(), "tile_scheduler_metadata": schedule}
+    schedules = vars(arguments["tile_scheduler_metadata"]).setdefault("cut_schedules", {})
+    if columns not in schedules:
+        schedules[columns] = new_schedule()[0]
+    packed, counts = pack(arguments["indices"][0], tail=-1)
+    given = {"indices": packed[None, :, :columns].contiguous(), "tile_scheduler_metadata": schedules[columns]}
     out, lse = original(**arguments | given)
     q, cache, scale = arguments["q"][0], arguments["k_cache"][..., 0, :], arguments["softmax_scale"]
     with_spill(q, cache, "fp8_ds_mla", packed, counts, columns, scale, out[0], lse[0].T, in_place=True)
     return out, lse
-
-
-def schedule_for(metadata, columns: int, new_schedule):
-    """The schedule of a cut call, kept beside vLLM's own: that is one a step, for all layers."""
-    kept = vars(metadata).setdefault("cut_schedules", {})
-    if columns not in kept:
-        kept[columns] = new_schedule()[0]
-    return kept[columns]

@@ -4,14 +4,24 @@
     combine-routing    a rank attends with its heads over its keys and returns that as the answer      vLLM issue 50095
     k-rows             dense K rows of a token that another rank owns keep what lay in their memory    vLLM issue 54907
 
-DCP_FIX_PUT_BACK=query-norm,k-rows asks for them; the plugin reads it in every process of vLLM, after its repairs, so
-that a rung of the ladder has the defects that it names and no other. The installation's files are never touched.
-Semantics as in dcp_fix/broken.py: the function runs in full and the rows that the defect left out get their former
-contents back. No row is chosen on the host, so CUDA graphs can be captured. PCP takes other paths and is left alone.
+DCP_FIX_PUT_BACK=query-norm,k-rows asks for them, for the ladder in real vLLM. They come after the repairs, so that a
+rung has the defects that it names and no other. Semantics as in dcp_fix/broken.py: the function runs in full and the
+rows that the defect left out get their former contents back. No row is chosen on the host, so CUDA graphs can be
+captured. PCP takes other paths and is left alone.
 """
+
+from __future__ import annotations
 
 import functools
 import inspect
+from collections.abc import Callable
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+from dcp_fix.repairs.repairs import ATTENTION, KERNELS
+
+if TYPE_CHECKING:  # the plugin must not load torch before vLLM does
+    import torch
 
 HISTORY = ("query-norm", "combine-routing", "k-rows")  # in the order in which upstream repaired them
 VARIABLE = "DCP_FIX_PUT_BACK"
@@ -26,28 +36,25 @@ def parse(text: str) -> tuple[str, ...]:
     return tuple(name for name in HISTORY if name in names)
 
 
-def hooks(names: tuple[str, ...], kernels: tuple[str, ...], attention: tuple[str, ...]) -> dict:
-    """{module name: functions to call with that module}, to be called after those of the repairs."""
-    found = {}
-    for name, function in FUNCTIONS.items():
-        for module in attention if name == "combine-routing" else (*kernels, *attention):
-            if name in names:
-                found.setdefault(module, []).append(function)
-    return found
+def hooks(names: tuple[str, ...]) -> dict[str, list[Callable[[ModuleType], None]]]:
+    """{module name: functions to call with that module}"""
+    found = {module: [FUNCTIONS[name] for name in names] for module in ATTENTION if names}
+    kernel = [FUNCTIONS[name] for name in names if name != "combine-routing"]
+    return found | {module: kernel for module in KERNELS if kernel}
 
 
-def query_norm_put_back(module) -> None:
+def query_norm_put_back(module: ModuleType) -> None:
     """Defect 1, on the launcher that the kernel module defines and the attention module has imported."""
     module.fused_norm_rope = forgetting(module.fused_norm_rope, "q_c_out")
 
 
-def k_rows_put_back(module) -> None:
+def k_rows_put_back(module: ModuleType) -> None:
     """Defect 3, likewise."""
     module.fused_norm_rope = forgetting(module.fused_norm_rope, "k_pe_out", "kv_c_out")
 
 
-def combine_routing_put_back(module) -> None:
-    """Defect 2, on the manager of every layer that is made: what routes through it comes out as it went in."""
+def combine_routing_put_back(module: ModuleType) -> None:
+    """Defect 2, on the manager of every layer that is made: a rank keeps its own heads and its own keys' answer."""
     attention = module.DeepseekV32Attention
     make = attention.__init__
     if getattr(make, "is_put_back", False):
@@ -58,7 +65,8 @@ def combine_routing_put_back(module) -> None:
         make(self, *args, **kwargs)
         manager = getattr(self, "dcp_manager", None)
         if manager is not None and not self.use_pcp:
-            manager.query_gather, manager.combine = local_heads, local_keys
+            manager.query_gather = lambda query: query
+            manager.combine = lambda partial_output, partial_lse, **metadata: partial_output.contiguous()
 
     unrouted.is_put_back = True
     attention.__init__ = unrouted
@@ -71,20 +79,7 @@ FUNCTIONS = {
 }
 
 
-def local_heads(query):
-    """Stands for the gather: a rank keeps its own heads."""
-    return query
-
-
-def local_keys(partial_output, partial_lse, **metadata):
-    """Stands for the combine: what a rank found among its own keys is the answer."""
-    return partial_output.contiguous()
-
-
-# --- the kernel -------------------------------------------------------------------------------------------------------
-
-
-def forgetting(launcher, *outputs: str):
+def forgetting(launcher: Callable, *outputs: str) -> Callable:
     """`launcher` whose `outputs` keep their former rows where the slot is negative; itself if it is so already."""
     done = getattr(launcher, "put_back", ())
     if set(outputs) <= set(done):
@@ -102,23 +97,16 @@ def forgetting(launcher, *outputs: str):
         before = {name: call[name].clone() for name in outputs if call.get(name) is not None}
         result = launcher(**call)
         for name, old in before.items():
-            forget(call[name], old, slots)
+            owned = slots[: len(old)] >= 0
+            call[name].copy_(old.where(~owned.view(-1, *[1] * (old.ndim - 1)), call[name]))
         return result
 
     forgetful.put_back = (*done, *outputs)
     return forgetful
 
 
-def unwritten(like):
+def unwritten(like: torch.Tensor) -> torch.Tensor:
     """Memory of the shape of `like` that nobody has written, as upstream's launcher takes it for its result."""
     import torch
 
-    return torch.empty(like.shape, dtype=like.dtype, device=like.device)
-
-
-def forget(output, old, slots) -> None:
-    """Give the rows of `output` [T, ...] whose slot is negative their contents of `old` again."""
-    import torch
-
-    owned = (slots[: len(output)] >= 0).view(-1, *[1] * (output.ndim - 1))
-    output.copy_(torch.where(owned, output, old))
+    return torch.empty_like(like, memory_format=torch.contiguous_format)

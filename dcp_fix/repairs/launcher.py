@@ -1,14 +1,14 @@
 """Our fused norm/RoPE kernel under the signature of vLLM's own launcher, for the releases whose kernel has a defect.
 
 Upstream's parameters change from release to release; ours takes each release's, by name and position, and raises what
-upstream raises for a bad call. 0.26 to 0.30 are known. Not here: nvfp4 entries and other head sizes than those of
-DeepSeek-V3.2 and GLM-5, which go to upstream's launcher with a warning, and the entries of 0.31 and newer, whose scales
-are powers of two and whose kernel is right.
+upstream raises for a bad call. 0.26 to 0.30 are known. Not here: the entries of 0.31 and newer, whose scales are powers
+of two and whose kernel is right.
 """
 
 import functools
 import inspect
 import logging
+from collections.abc import Callable
 
 from dcp_fix.repairs.signature import changes
 
@@ -21,11 +21,10 @@ class UnsupportedRelease(RuntimeError):
     """This vLLM has the defect, and the plugin cannot repair it: the message says why and what to do."""
 
 
-def launcher(upstream):
+def launcher(upstream: Callable) -> Callable:
     """`dcp_fix.norm_rope` with the signature of `upstream`, a release's own `fused_norm_rope`.
 
-    Takes what upstream takes: fp8_ds_mla, per-tensor fp8 and plain caches, both RoPE styles, shared layers, caches
-    written by the caller, strided inputs. What our kernel is not built for (nvfp4 caches, other head sizes) goes to
+    What our kernel is not built for (nvfp4 caches, other head sizes than those of DeepSeek-V3.2 and GLM-5) goes to
     `upstream`, with a warning. Raises UnsupportedRelease for a signature that we do not know.
     """
     if getattr(upstream, "is_dcp_fix", False):
@@ -50,7 +49,7 @@ def launcher(upstream):
     return fused_norm_rope
 
 
-def check_release(upstream) -> None:
+def check_release(upstream: Callable) -> None:
     """UnsupportedRelease for a signature or a cache layout that is not ours."""
     new, gone = changes(upstream)
     if new or gone:

@@ -1,29 +1,42 @@
-"""The three repairs of a vLLM that lacks them, each a function of one of its modules.
+"""The repairs of a vLLM that lacks them, each a function of one of its modules.
 
-    replace_launcher    `fused_norm_rope` becomes ours, under upstream's signature of that release   query, K, writes
-    route_attention     pure DCP gathers the query heads and combines the partial outputs            combine routing
-    refuse_disabled     reduce_scatter raises when NCCL was not loaded                               silent collective
+    replace_launcher      `fused_norm_rope` becomes ours, under upstream's signature of that release
+    route_attention       pure DCP gathers the query heads and combines the partial outputs
+    guard_communicator    reduce_scatter raises when NCCL was not loaded
 
 Not here: when they are applied and to whom (plugin.py).
 """
 
 import functools
 import importlib
+import os
 import weakref
+from collections.abc import Callable
+from types import ModuleType
 
 from dcp_fix.repairs.launcher import UnsupportedRelease, launcher
 
-KERNEL_DEFECTS = {"query-rows", "k-rows", "owner-only-writes"}
-REPAIRED = {*KERNEL_DEFECTS, "combine-routing", "silent-collective"}
+KERNELS = ("vllm.models.deepseek_v32.common.kernels", "vllm.models.deepseek_v32.nvidia.kernels")
+ATTENTION = ("vllm.models.deepseek_v32.attention", "vllm.models.deepseek_v32.nvidia.attention")
 COMMUNICATOR = "vllm.distributed.device_communicators.cuda_communicator"
+SWITCH = "DCP_FIX_PLUGIN"
+OFF = ("0", "false", "off", "no")
 
 
-def replace_launcher(module) -> None:
+def kept_out() -> str | None:
+    """Why vLLM, started in this environment, would repair nothing: an assignment that says so; None if it would."""
+    if os.environ.get(SWITCH, "1").lower() in OFF:
+        return f"{SWITCH}={os.environ[SWITCH]}"
+    allowed = os.environ.get("VLLM_PLUGINS")
+    return None if allowed is None or "dcp_fix" in allowed.split(",") else f"VLLM_PLUGINS={allowed}"
+
+
+def replace_launcher(module: ModuleType) -> None:
     """Our launcher under the name that the kernel module defines and the attention module has imported."""
     module.fused_norm_rope = launcher(module.fused_norm_rope)
 
 
-def route_attention(module) -> None:
+def route_attention(module: ModuleType) -> None:
     """Pure DCP in DeepseekV32Attention goes through gather and combine, whatever the layer does of it by itself."""
     attention = module.DeepseekV32Attention
     forward = attention.forward
@@ -48,12 +61,12 @@ class Routing:
     kept per layer would hold gigabytes.
     """
 
-    def __init__(self, layer):
+    def __init__(self, layer) -> None:
         manager = getattr(layer, "dcp_manager", None)
         if manager is None:
             raise UnsupportedRelease("this vLLM has no DCP manager in its MLA layers: DCP needs 0.28.0 or newer")
         self.gather, self.combine, self.attend = manager.query_gather, manager.combine, layer.impl.forward_mqa
-        self.gathered = self.combined = nothing
+        self.gathered = self.combined = lambda: None
         manager.query_gather, manager.combine = self.query_gather, self.combine_once
         layer.impl.forward_mqa = self.forward_mqa
 
@@ -83,16 +96,12 @@ class Routing:
         return combined, lse
 
 
-def nothing():
-    """A weak reference to nothing."""
-
-
-def guard_communicator(attention) -> None:
+def guard_communicator(attention: ModuleType) -> None:
     """`refuse_disabled`, once a model that is concerned is imported: the communicator serves every other model too."""
     refuse_disabled(importlib.import_module(COMMUNICATOR))
 
 
-def refuse_disabled(module) -> None:
+def refuse_disabled(module: ModuleType) -> None:
     """reduce_scatter of CudaCommunicator raises where it would return unwritten memory."""
     for name in ("reduce_scatter", "reduce_scatterv"):
         method = getattr(module.CudaCommunicator, name, None)
@@ -100,7 +109,7 @@ def refuse_disabled(module) -> None:
             setattr(module.CudaCommunicator, name, guarded(method))
 
 
-def guarded(method):
+def guarded(method: Callable) -> Callable:
     """`method` of a communicator, refusing to run without NCCL."""
 
     @functools.wraps(method)
@@ -114,3 +123,12 @@ def guarded(method):
 
     checked.is_dcp_fix = True
     return checked
+
+
+# {repair: (defects that it repairs, modules that it is applied to)}
+REPAIRS = {
+    replace_launcher: ({"query-rows", "k-rows", "owner-only-writes"}, (*KERNELS, *ATTENTION)),
+    route_attention: ({"combine-routing"}, ATTENTION),
+    guard_communicator: ({"silent-collective"}, ATTENTION),
+}
+REPAIRED = set().union(*(defects for defects, _ in REPAIRS.values()))

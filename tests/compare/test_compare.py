@@ -1,23 +1,19 @@
-"""compare.py and endpoint.py against servers on loopback: a checkpoint at DCP1 and DCP2, and servers with faults."""
+"""compare.py against servers on loopback: a checkpoint at DCP1 and DCP2, servers that differ, answers in a file."""
 
 import json
 import math
-import os
-import socket
-import subprocess
 import sys
-import time
-from pathlib import Path
+from random import Random
 
 import pytest
 import torch
 
 from dcp_fix import broken, cli
-from dcp_fix.base import equality, output
-from dcp_fix.base.errors import UserError, shown
-from dcp_fix.compare import ask, compare, endpoint
-from dcp_fix.compare import report as compare_report
-from dcp_fix.compare.endpoint import Completion, Endpoint
+from dcp_fix.base import equality
+from dcp_fix.base.errors import UserError
+from dcp_fix.compare import answers, compare, endpoint, prompts
+from dcp_fix.compare.answers import Completion, EndpointError
+from dcp_fix.compare.endpoint import Endpoint
 from dcp_fix.engine.engine import Generation
 from dcp_fix.engine.model import Model
 from dcp_fix.engine.sharded import Ops
@@ -25,19 +21,17 @@ from dcp_fix.tiny import corpus
 from tests.checkpoints import random_checkpoint
 from tests.serve import MODEL, engine_answers, openai, serving
 
-ROOT = Path(__file__).resolve().parents[2]
 SHORT = {"96": (96, 3, 0), "160": (160, 4, 0), "128+96": (224, 5, 128)}
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(120)
 
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    """Short prompts, short waits, and no proxy between this process and itself."""
-    monkeypatch.setattr(ask, "CLASSES", SHORT)
-    monkeypatch.setattr(ask, "NEW_TOKENS", 12)
-    monkeypatch.setattr(endpoint, "WAITS", (0.01, 0.02, 0.03))
-    monkeypatch.setenv("NO_PROXY", "127.0.0.1")
+    """Short prompts and short answers."""
+    monkeypatch.setattr(prompts, "CLASSES", SHORT)
+    for module in (answers, endpoint, prompts):
+        monkeypatch.setattr(module, "NEW_TOKENS", 12)
 
 
 @pytest.fixture(scope="module")
@@ -54,47 +48,41 @@ def at_dcp1(model):
 
 
 def stub(ids, max_tokens, salt):
-    """An engine that knows one sentence."""
+    """An engine that knows one sentence of nine tokens."""
     tokens = corpus.encode("the oak key opens the vault lock . <end>".split())[:max_tokens]
     logits = torch.zeros(len(tokens), len(corpus.WORDS))
     return Generation(tokens, logits.scatter(1, torch.tensor(tokens)[:, None], 5.0), 0)
 
 
-def edited(change, reply=None):
-    """The reply of a stub, or of `reply`, whose completions go through `change(choice, answer)`."""
-    reply = reply or openai(stub)
+def edited(change):
+    """The reply of a stub whose whole answers, not those of one token, go through `change(choice, usage)`."""
 
     def changed(path, body):
-        status, answer = reply(path, body)
-        if status == 200 and "choices" in answer:
-            change(answer["choices"][0], answer)
+        status, answer = openai(stub)(path, body)
+        if status == 200 and body and body["max_tokens"] > 1:
+            change(answer["choices"][0], answer["usage"])
         return status, answer
 
     return changed
 
 
-def counted(reply):
-    """The reply, and the list of (path, body) that it was asked."""
-    asked = []
-
-    def counting(path, body):
-        asked.append((path, body))
-        return reply(path, body)
-
-    return counting, asked
+def set_to(usage=None, **choice):
+    """A server whose answers have these fields."""
+    return edited(lambda its_choice, its_usage: (its_choice.update(choice), its_usage.update(usage or {})))
 
 
-def run(a, b, **options):
+def run(a, b):
     """What compare finds out about servers with replies `a` and `b`."""
     with serving(a) as first, serving(b) as second:
-        return compare.run(Endpoint("A", first, **options), Endpoint("B", second, **options))
+        return compare.run(Endpoint("A", first), Endpoint("B", second))
 
 
-def refused(a, b, **options):
-    """The error that ends a comparison, after no row."""
-    result = run(a, b, **options)
-    assert result.verdict == "cannot compare" and result.rows == []
-    return result.error
+def refused(a, b):
+    """The one line that ends a comparison."""
+    with pytest.raises(EndpointError) as refusal:
+        run(a, b)
+    assert str(refusal.value).isprintable() and len(str(refusal.value)) < 700
+    return str(refusal.value)
 
 
 # --- the real thing ---------------------------------------------------------------------------------------------------
@@ -103,488 +91,341 @@ def refused(a, b, **options):
 def test_dcp2_answers_what_dcp1_answers(model, at_dcp1):
     with engine_answers(model, dcp_size=2) as answer:
         result = run(at_dcp1, openai(answer))
-    assert (result.verdict, result.error, result.model) == ("equal", None, MODEL)
-    assert result.compared == "text and token ids"
+    assert (result.verdict, result.model) == ("equal", MODEL)
     assert [row.prompt.name for row in result.rows] == list(SHORT)
     for row in result.rows:
         tokens, _, cached = SHORT[row.prompt.name]
-        assert row.a.encoded == row.b.encoded and row.a.token_ids == row.b.token_ids
-        assert len(row.a.text.split()) == len(row.a.token_ids) == ask.NEW_TOKENS
-        assert len(set(row.a.token_ids)) > 8
+        assert row.a.encoded == row.b.encoded and row.a.ids == row.b.ids and len(set(row.a.ids)) > 4
         assert row.a.prompt_tokens == row.b.prompt_tokens == pytest.approx(tokens, abs=1)
         assert row.a.cached_tokens == row.b.cached_tokens == cached
-        assert row.logprobs.count == ask.NEW_TOKENS and row.logprobs.largest < 0.1
-        assert row.logprobs.not_numbers == (0, 0)
+        assert row.logprobs.count == 12 and row.logprobs.largest < 0.1 and row.logprobs.missing is None
 
 
-def test_an_attention_without_combine_is_different(model, at_dcp1):
-    with engine_answers(model, 2, Ops(route=broken.attend_unrouted)) as answer:
+@pytest.mark.parametrize("ops", [{"route": broken.attend_unrouted}, {"norm_rope": broken.norm_rope_skip_dense_rows}])
+def test_a_defect_is_a_difference_and_where_it_begins(model, at_dcp1, ops):
+    with engine_answers(model, 2, Ops(**ops)) as answer:
         result = run(at_dcp1, openai(answer))
-    assert (result.verdict, result.error, len(result.rows)) == ("different", None, 3)
+    assert (result.verdict, len(result.rows)) == ("different", 3)
     for row in result.rows:
-        assert not row.equal
-        assert row.token_difference == equality.first_difference(row.a.token_ids, row.b.token_ids) >= 1
-        assert row.a.encoded[: row.text_difference] == row.b.encoded[: row.text_difference]
-        assert row.a.encoded[: row.text_difference + 1] != row.b.encoded[: row.text_difference + 1]
-        assert row.logprobs.count == row.token_difference
-
-
-def test_k_rows_that_nobody_wrote_are_different(model, at_dcp1):
-    with engine_answers(model, 2, Ops(norm_rope=broken.norm_rope_skip_dense_rows)) as answer:
-        result = run(at_dcp1, openai(answer))
-    assert (result.verdict, result.error) == ("different", None)
-    assert len(result.rows) == 3 and not any(row.equal for row in result.rows)
+        at, byte = row.token_difference, row.text_difference
+        assert row.a.ids[:at] == row.b.ids[:at] and row.a.ids[at] != row.b.ids[at]
+        assert row.a.encoded[:byte] == row.b.encoded[:byte] and row.a.encoded[byte] != row.b.encoded[byte]
+        assert row.logprobs.count == at
 
 
 # --- what is asked ----------------------------------------------------------------------------------------------------
 
 
-def test_the_cached_part_goes_first_under_the_salt_of_its_prompt_and_no_other():
-    reply, asked = counted(openai(stub))
-    result = run(reply, openai(stub))
-    assert result.verdict == "equal"
-    bodies = [body for _, body in asked[2:]]  # after the models and the counting
-    prompt = {row.prompt.name: row.prompt for row in result.rows}
-    cached = prompt["128+96"]
-    assert cached.text.startswith(cached.prefix + " ") and len(cached.prefix.split()) == 128 + 16 - 1
-    texts = [prompt["96"].text] * 2 + [prompt["160"].text] * 2 + [cached.prefix, cached.text] * 2
-    assert [body["prompt"] for body in bodies] == texts
+def test_the_cached_part_goes_first_under_the_salt_of_its_prompt_and_no_other(capsys):
+    asked = []
+    result = run(lambda path, body: (asked.append(body), openai(stub)(path, body))[1], openai(stub))
+    bodies = asked[1:]  # after the models
+    plain, other, cached = (row.prompt for row in result.rows)
+    assert cached.text.startswith(cached.prefix + " ") and len(cached.prefix.split()) == 128 + 16
+    assert [b["prompt"] for b in bodies] == [plain.text] * 2 + [other.text] * 2 + [cached.prefix, cached.text] * 2
     salts = [body["cache_salt"] for body in bodies]
     assert salts[4] == salts[5] and salts[6] == salts[7] and len(set(salts)) == 6
     for body in bodies:
         assert body["temperature"] == 0 and body["repetition_penalty"] == 1.0 and body["logprobs"] == 1
-        assert body["max_tokens"] == (1 if body["prompt"] == cached.prefix else ask.NEW_TOKENS)
+        assert body["max_tokens"] == (1 if body["prompt"] == cached.prefix else 12)
         assert "seed" not in body  # a seed would let a sampler pass for greedy
+    assert "B: 128+96, the part to be cached\nB: 128+96\n" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("ratio", [1.0, 0.8])
-def test_prompts_have_the_tokens_of_their_class(monkeypatch, ratio):
+def test_prompts_have_the_words_of_their_class_and_pairs_take_the_classes_in_turn(monkeypatch):
     monkeypatch.undo()
-    made = ask.prompts(ratio)
+    made = prompts.prompts()
     assert [prompt.name for prompt in made] == ["512", "1536", "1024+1536"]
-    assert [len(p.text.split()) for p in made] == [round(n * ratio) for n in (512, 1536, 2560)]
-    assert [len(p.prefix.split()) for p in made] == [0, 0, round(1040 * ratio)]
+    assert [len(p.text.split()) for p in made] == [512, 1536, 2560]
+    assert [len(p.prefix.split()) for p in made] == [0, 0, 1040]
     assert all(p.text.isascii() and "<" not in p.text and p.text.endswith(" :") for p in made)
-    assert made == ask.prompts(ratio)
+    more = prompts.prompts(5)
+    assert more[:3] == made and [p.name for p in more[3:]] == ["512 #1", "1536 #1"]
+    assert len({p.digest for p in more}) == 5
 
 
-def test_prompts_are_sized_by_the_tokens_that_the_endpoint_counts(monkeypatch):
-    def more(choice, answer):
-        answer["usage"]["prompt_tokens"] *= 2
+def test_an_endpoint_that_fails_over_logprobs_is_asked_without():
+    def fails(path, body):  # vLLM's answer when a logprob is NaN, or when it was told to offer none
+        return (400, b"NaN") if body and "logprobs" in body else openai(stub)(path, body)
 
-    monkeypatch.setattr(ask, "CLASSES", {"a": (256, 3, 0), "b": (512, 3, 128)})
-    result = run(edited(more), edited(more))
-    assert [row.a.prompt_tokens for row in result.rows] == pytest.approx([256, 512], abs=4)
-    assert [len(row.prompt.text.split()) for row in result.rows] == pytest.approx([128, 256], abs=2)
-    assert len(result.rows[1].prompt.prefix.split()) == pytest.approx((128 + 16) / 2, abs=1)
-
-
-def test_progress_is_called_before_every_request():
-    reply, asked = counted(openai(stub))
-    seen = []
-    with serving(reply) as a, serving(reply) as b:
-        compare.run(Endpoint("A", a), Endpoint("B", b), lambda what: seen.append((what, len(asked))))
-    assert [count for _, count in seen] == list(range(len(asked))) and len(asked) == ask.requests() == 20
-    assert seen[-1][0] == "B: 128+96, again"
+    result = run(openai(stub), fails)
+    assert result.verdict == "equal" and result.rows[0].logprobs.missing == "B offers none"
+    assert "HTTP 400 'NaN'" in refused(openai(stub), lambda path, body: (400, b"NaN"))
 
 
 # --- what is found ----------------------------------------------------------------------------------------------------
 
-
-def test_text_alone_is_compared_where_one_offers_no_ids():
-    result = run(openai(stub), edited(lambda choice, answer: choice.pop("token_ids")))
-    assert (result.verdict, result.compared) == ("equal", "text only")
-    assert all(row.token_difference is None and row.logprobs.count == 9 for row in result.rows)
-
-    def other_text(choice, answer):
-        del choice["token_ids"]
-        choice["text"] = choice["text"].replace("vault", "vauxt")
-
-    result = run(openai(stub), edited(other_text))
-    assert result.verdict == "different"
-    assert {row.text_difference for row in result.rows} == {len(" the oak key opens the vau")}
-    assert result.rows[0].logprobs.missing == "no token in common"
-
-
-def test_other_ids_under_the_same_text_are_different():
-    def other_end(choice, answer):
-        choice["token_ids"] = [*choice["token_ids"][:-1], corpus.BOS]
-
-    result = run(openai(stub), edited(other_end))
-    assert result.verdict == "different"
-    assert {(row.text_difference, row.token_difference) for row in result.rows} == {(None, 8)}
-
-
-def test_a_logprob_that_is_no_number_on_one_side_is_different():
-    def not_a_number(choice, answer):
-        choice["logprobs"]["token_logprobs"][0] = None  # how SGLang writes NaN
-
-    result = run(openai(stub), edited(not_a_number))
-    assert result.verdict == "different"
-    assert result.rows[0].text_difference is result.rows[0].token_difference is None
-    assert result.rows[0].logprobs.not_numbers == (0, 1) and not result.rows[0].logprobs.identical
-    assert run(edited(not_a_number), edited(not_a_number)).verdict == "equal"
-
-
-def test_logprobs_are_reported_and_may_differ():
-    def lower(choice, answer):
-        choice["logprobs"]["token_logprobs"][0] -= 0.25
-
-    result = run(openai(stub), edited(lower))
-    assert result.verdict == "equal"
-    assert result.rows[0].logprobs.largest == pytest.approx(0.25) and not result.rows[0].logprobs.identical
-    assert run(openai(stub), openai(stub)).rows[0].logprobs.identical
-
-
-@pytest.mark.parametrize("status", [400, 500])
-def test_an_endpoint_that_fails_over_logprobs_is_asked_without(status):
-    plain = openai(stub)
-
-    def fails(path, body):  # vLLM's answer when a logprob is NaN, or when it was told to offer none
-        return (status, {"error": "out of range"}) if body and "logprobs" in body else plain(path, body)
-
-    result = run(plain, fails)
-    assert result.verdict == "equal"
-    assert result.rows[0].logprobs.missing == f"B offers none (HTTP {status} when asked, as for NaN)"
-
-
-# --- endpoints that cannot be compared --------------------------------------------------------------------------------
-
-
-def closed_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
-def test_a_dead_endpoint_is_named_with_its_address():
-    dead = f"http://127.0.0.1:{closed_port()}"
-    with serving(openai(stub)) as a:
-        result = compare.run(Endpoint("A", a), Endpoint("B", dead))
-    assert result.verdict == "cannot compare"
-    assert f"endpoint B ({dead}/v1): no connection" in result.error and "tried 4 times" in result.error
-
-
-def test_an_endpoint_that_dies_half_way_leaves_the_rows_before():
-    reply, asked = counted(openai(stub))
-
-    def dies(path, body):
-        return (200, b"") if len(asked) > 5 else reply(path, body)
-
-    result = run(openai(stub), dies)
-    assert result.verdict == "cannot compare" and "endpoint B" in result.error
-    assert [row.prompt.name for row in result.rows] == ["96", "160"]
-
-
-def test_a_slow_endpoint_is_given_up_once_and_told_how_to_wait():
-    def slow(path, body):
-        time.sleep(0.6 if body else 0)
-        return openai(stub)(path, body)
-
-    reply, asked = counted(slow)
-    error = refused(openai(stub), reply, timeout=0.3)
-    assert "endpoint B" in error and "within 0.3 s" in error and "--timeout" in error and "tried" not in error
-    assert len(asked) == 2
-
-
-def test_an_answer_that_trickles_is_slow_too():
-    sent = []
-
-    def trickle(path, body):
-        return 200, (time.sleep(0.05) or sent.append(piece) or b" " for piece in range(100))
-
-    assert "within 0.3 s" in refused(trickle, openai(stub), timeout=0.3)
-    assert len(sent) < 100  # given up on, not waited for to its end
-
-
-def test_an_endless_answer_is_cut(monkeypatch):
-    monkeypatch.setattr(endpoint, "LARGEST", 1000)
-    reply, asked = counted(lambda path, body: (200, (b" " * 500 for _ in range(9))))
-    assert "more than 1000 bytes" in refused(openai(stub), reply)
-    assert len(asked) == 1, "it does not pass"
-
-
-def test_two_models_cannot_be_compared():
-    error = refused(openai(stub, ["glm", "alias"]), openai(stub, ["llama"]))
-    assert "wrong model" in error and "glm, alias" in error and "llama" in error
-
-
-def test_a_second_name_in_common_is_enough():
-    result = run(openai(stub, ["alias", MODEL]), openai(stub, ["other", MODEL]))
-    assert (result.verdict, result.model) == ("equal", MODEL)
-
-
-def test_a_model_that_is_listed_and_not_served_is_refused_in_the_servers_words():
-    lists = openai(stub, [MODEL])
-
-    def unserved(path, body):
-        return lists(path, body) if body is None else (404, {"error": {"message": "The model does not exist."}})
-
-    reply, asked = counted(unserved)
-    error = refused(openai(stub), reply)
-    assert "HTTP 404" in error and "The model does not exist." in error
-    assert len(asked) == 2, "404 does not pass"
-
-
-def test_another_tokenizer_is_another_model():
-    def longer(choice, answer):
-        answer["usage"]["prompt_tokens"] += 1
-
-    def other_ids(choice, answer):
-        choice["prompt_token_ids"] = choice["prompt_token_ids"][::-1]
-
-    error = refused(openai(stub), edited(longer))
-    assert "wrong model" in error and "97 tokens" in error and "98" in error
-    assert "wrong model" in refused(openai(stub), edited(other_ids))
-
-    def longer_later(choice, answer):
-        answer["usage"]["prompt_tokens"] += answer["usage"]["prompt_tokens"] > 200
-
-    result = run(openai(stub), edited(longer_later))
-    assert "wrong model" in result.error and [row.prompt.name for row in result.rows] == ["96", "160"]
-
-
-def test_a_tokenizer_that_counts_out_of_reason_is_refused():
-    def truncated(choice, answer):
-        answer["usage"]["prompt_tokens"] = 16
-
-    assert "16 tokens in 96 English words" in refused(edited(truncated), edited(truncated))
-
-
-def test_a_sampler_is_found_by_asking_twice(model):
-    generator = torch.Generator().manual_seed(0)
-
-    with engine_answers(model) as greedy:
-
-        def sampled(ids, max_tokens, salt):
-            found = greedy(ids, max_tokens, salt)
-            tokens = torch.multinomial((found.logits / 8).softmax(-1), 1, generator=generator)[:, 0].tolist()
-            return Generation(tokens, found.logits, found.cached)
-
-        error = refused(openai(sampled), openai(stub))
-    assert "endpoint A" in error and "is not greedy" in error and "asked 96 twice" in error and "samples" in error
-
-
-def test_ids_that_change_under_the_same_text_are_not_greedy_either():
-    ends = iter(range(99))
-
-    def change(choice, answer):
-        choice["token_ids"] = [*choice["token_ids"][:-1], next(ends)]
-
-    assert "endpoint B" in (error := refused(openai(stub), edited(change))) and "not greedy" in error
-
-
-def test_two_empty_answers_prove_nothing():
-    def silent(choice, answer):
-        choice |= {"text": "", "token_ids": [corpus.END], "logprobs": None}
-
-    assert "no text at all" in refused(edited(silent), edited(silent))
-    assert run(openai(stub), edited(silent)).verdict == "different"
-
-
-GARBAGE = [b"<html>busy</html>", b"{", b"[" * 100_000, [], {}, {"choices": []}, {"data": [{}]}, {"data": "ab"}, b"\xff"]
-
-
-@pytest.mark.parametrize("answer", GARBAGE, ids=range(len(GARBAGE)))
-def test_garbage_is_tried_again_and_then_quoted(answer):
-    reply, asked = counted(lambda path, body: (200, answer))
-    error = refused(openai(stub), reply)
-    assert "endpoint B" in error and "tried 4 times" in error and len(error) < 500 and "\n" not in error
-    assert len(asked) == 4
-
-
-CHOICES = [
-    ({"text": None}, "text is null; allowed: text"),
-    ({"finish_reason": 3}, "finish_reason is 3; allowed: a word, or null"),
-    ({"token_ids": "abc"}, 'token_ids is "abc"; allowed: a list of token ids, or null'),
-    ({"token_ids": [1.5]}, "token_ids.0 is 1.5; allowed: a list of token ids"),
-    ({"token_ids": [True]}, "token_ids.0 is true; allowed: a list of token ids"),
-    ({"token_ids": [-1] * 10_000}, "token_ids.0 is -1; allowed: a list of token ids"),
-    ({"token_ids": [1 << 70]}, "token_ids.0 is 1180591620717411303424; allowed"),
-    ({"logprobs": [1]}, "logprobs is [1]; allowed: an object, or null"),
-    ({"logprobs": {"token_logprobs": [10**400]}}, "logprobs.token_logprobs.0 is 1000"),
-    ({"logprobs": {"token_logprobs": ["a"]}}, 'logprobs.token_logprobs.0 is "a"; allowed: a list of numbers'),
-]
-
-
-@pytest.mark.parametrize(("field", "says"), CHOICES, ids=range(len(CHOICES)))
-def test_a_completion_of_another_shape_is_refused_by_its_field(field, says):
-    def misshape(choice, answer):
-        choice |= field
-
-    assert f"no completion: choices.0.{says}" in refused(openai(stub), edited(misshape))
+IDS = stub([], 12, "").tokens
+EDITS = {
+    "no ids": (set_to(token_ids=None), "equal", None, None),
+    "other text, no ids": (set_to(token_ids=None, text=" the oak key opens the vauxt"), "different", 26, None),
+    "other ids": (set_to(token_ids=[*IDS[:-1], corpus.BOS]), "different", None, 8),
+    "33 ids for 32 tokens": (set_to(token_ids=[*IDS, 1], usage={"completion_tokens": 9}), "equal", None, None),
+    "no ids beside a text": (set_to(token_ids=[]), "equal", None, None),
+    "one silent": (set_to(text="", token_ids=[corpus.END], logprobs=None), "different", 0, 0),
+}
+
+
+@pytest.mark.parametrize("case", EDITS)
+def test_text_and_ids_decide_and_ids_only_where_they_are_those_of_the_answer(case):
+    reply, verdict, text, token = EDITS[case]
+    result = run(openai(stub), reply)
+    assert result.verdict == verdict
+    assert {(row.text_difference, row.token_difference) for row in result.rows} == {(text, token)}
+
+
+def said(logprobs, text="a b c", ids=(5, 6, 7), **fields):
+    return Completion(
+        text=text, token_ids=ids and list(ids), finish_reason="stop", prompt_tokens=9, logprobs=logprobs, **fields
+    )
+
+
+NAN, LARGE = math.nan, 1.7e308
+SAME, FOUR, TWO = [-1.0, -2.0, -3.0], [None, -1.0, -2.0, -3.0], [-1.0, -2.0]
 
 
 @pytest.mark.parametrize(
-    ("usage", "says"),
+    ("a", "b", "equal", "found"),
     [
-        (None, "usage is null; allowed: an object"),
-        ({}, "lacks usage.prompt_tokens; allowed: a whole number"),
-        ({"prompt_tokens": "97"}, 'usage.prompt_tokens is "97"; allowed: a whole number'),
-        ({"prompt_tokens": 97, "completion_tokens": -1}, "usage.completion_tokens is -1; allowed: a whole number"),
-        (
-            {"prompt_tokens": 97, "prompt_tokens_details": {"cached_tokens": 0.5}},
-            "usage.prompt_tokens_details.cached_tokens is 0.5; allowed: a whole number",
-        ),
+        (said(SAME), said([-1.0, -2.25, -3.0]), True, (3, 0.25, 0, None)),
+        (said(SAME), said([-1.0, NAN, -3.0]), False, (3, 0.0, 1, None)),
+        (said([NAN, -2.0, -3.0]), said([-1.0, NAN, -3.0]), False, (3, 0.0, 2, None)),
+        (said([None, -2.0, -3.0]), said([NAN, -2.0, -3.0]), True, (3, 0.0, 0, None)),
+        (said([LARGE] * 3), said([-LARGE] * 3), True, (3, math.inf, 0, None)),
+        (said(SAME), said(FOUR), True, (0, 0.0, 0, "B offers 4 for 3 tokens")),
+        (said([*SAME, None]), said(SAME), True, (0, 0.0, 0, "A offers 4 for 3 tokens")),
+        (said(SAME), said(TWO), True, (0, 0.0, 0, "B offers 2 for 3 tokens")),
+        (said(SAME, ids=None), said(FOUR, ids=None), True, (0, 0.0, 0, "3 of A and 4 of B")),
+        (said(SAME), said(FOUR, ids=(5, 6, 8, 9), text="a b d e"), False, (2, 1.0, 1, None)),
+        (said(SAME), said(SAME, text="a b d", ids=None), False, (0, 0.0, 0, "no token in common")),
+        (said(SAME), said(SAME, text="x", ids=(1, 2, 3)), False, (0, 0.0, 0, "no token in common")),
     ],
 )
-def test_counts_of_another_shape_are_refused_by_their_field(usage, says):
-    assert f"no completion: {says}" in refused(openai(stub), edited(lambda choice, answer: answer.update(usage=usage)))
+def test_logprobs_may_differ_but_not_be_no_number_on_one_side_and_lists_are_never_cut(a, b, equal, found):
+    row = compare.row(prompts.Prompt("512", "what"), a, b)
+    logprobs = row.logprobs
+    assert row.equal is equal
+    assert (logprobs.count, logprobs.largest, logprobs.one_sided, logprobs.missing) == found
 
 
-@pytest.mark.parametrize("bad", [(500, b"crash"), (503, b"loading"), (429, b"later"), (200, b"garbage")])
-def test_what_passes_is_waited_for(bad):
-    good, failures = openai(stub), iter([bad, bad, bad, None] * 99)
-    reply, asked = counted(lambda path, body: next(failures) or good(path, body))
-    result = run(good, reply)
-    assert (result.verdict, result.error) == ("equal", None)
-    assert len(asked) == 40, "three failures before each of ten answers"
-    assert all(row.b.logprobs_refused is None for row in result.rows)
+# --- what cannot be compared ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("both", "says"),
+    [
+        (
+            edited(lambda choice, usage: choice.pop("finish_reason")),
+            "no completion: lacks finish_reason; allowed: a word",
+        ),
+        (set_to(finish_reason=None), "finish_reason 'None': nothing to compare"),
+        (
+            set_to(finish_reason="abort", usage={"completion_tokens": 5}),
+            "96 after 5 of 12 tokens, finish_reason 'abort'",
+        ),
+        (set_to(finish_reason="\x1b[2J"), "finish_reason '\\\\x1b[2J'"),
+        (set_to(finish_reason="length"), "96 after 9 of 12 tokens: does it limit answers by itself?"),
+        (set_to(token_ids=IDS + IDS), "96 after 18 of 12 tokens: does it limit answers by itself?"),
+        (set_to(text="", token_ids=[corpus.END]), "no text at all: nothing to compare"),
+        (lambda path, body: (503, b"loading"), "HTTP 503 'loading': see the server's log"),
+        (lambda path, body: (200, b"[" * 100_000), "not JSON"),
+        (lambda path, body: (200, {"data": []}), "no list of models"),
+    ],
+    ids=range(10),
+)
+def test_two_answers_that_prove_nothing_are_not_compared(both, says):
+    assert says in refused(both, both)
+
+
+def test_two_models_and_two_tokenizers_cannot_be_compared():
+    error = refused(openai(stub, ["glm\x1b[2J", "alias"]), openai(stub, ["llama"]))
+    assert "wrong model: glm\\x1b[2J at" in error and "llama" in error
+    assert run(openai(stub), openai(stub, ["other", MODEL])).model == MODEL
+    longer = edited(lambda choice, usage: usage.update(prompt_tokens=98))
+    assert "wrong model: one prompt is 97 tokens at endpoint A" in refused(openai(stub), longer)
+
+
+def test_a_server_that_contradicts_itself_in_text_or_ids_is_found_by_asking_twice():
+    turns = iter(range(99))
+    samples = edited(lambda choice, usage: choice.update(text=f"answer {next(turns)}"))
+    error = refused(samples, openai(stub))
+    assert "endpoint A" in error and "is not greedy: asked 96 twice" in error and "'answer 0', then 'answer 1'" in error
+    other_ids = edited(lambda choice, usage: choice.update(token_ids=[*IDS[:-1], next(turns)]))
+    assert "endpoint B" in (error := refused(openai(stub), other_ids)) and "not greedy" in error
 
 
 # --- the command ------------------------------------------------------------------------------------------------------
 
 
-def command(*arguments, environment=None):
-    """`dcp-fix compare ...` in a process of its own, with full-size prompts."""
-    line = [sys.executable, "-m", "dcp_fix", "compare", *arguments]
-    environment = os.environ | (environment or {})
-    return subprocess.run(line, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60)
+@pytest.fixture
+def status(monkeypatch):
+    """The exit status of `dcp-fix compare ...` in this process."""
+
+    def of(*arguments):
+        monkeypatch.setattr(sys, "argv", ["dcp-fix", "compare", *map(str, arguments)])
+        with pytest.raises(SystemExit) as stop:
+            cli.main()
+        return stop.value.code or 0
+
+    return of
 
 
-def test_the_command_writes_json_and_nothing_else_to_standard_output():
-    with serving(openai(stub)) as a, serving(openai(stub)) as b:
-        done = command("--a", a, "--b", f"{b}/v1/", "--json", "-")
-    assert done.returncode == 0, done.stderr
-    written = json.loads(done.stdout)
-    assert (written["verdict"], written["error"], written["model"]) == ("equal", None, MODEL)
-    assert (written["a"], written["b"]) == (f"endpoint A ({a}/v1)", f"endpoint B ({b}/v1)")
-    assert [row["prompt_class"] for row in written["rows"]] == ["512", "1536", "1024+1536"]
-    assert [row["a"]["prompt_tokens"] for row in written["rows"]] == pytest.approx([512, 1536, 2560], abs=5)
-    tokens = stub([], 99, "").tokens
-    for row in written["rows"]:
-        assert row["b"]["tokens_sha256"] == equality.digest(tokens)
-        assert row["b"]["text_sha256"] == equality.digest(b" the oak key opens the vault lock .")
-    assert "A: 512" in done.stderr and "B: 1024+1536, the part to be cached" in done.stderr
-
-
-def status(monkeypatch, *arguments):
-    """The exit status of `dcp-fix compare ...` in this process, with short prompts."""
-    monkeypatch.setattr(sys, "argv", ["dcp-fix", "compare", *map(str, arguments)])
-    with pytest.raises(SystemExit) as stop:
-        cli.main()
-    return stop.value.code or 0
-
-
-def test_a_difference_is_printed_and_is_exit_status_1(monkeypatch, capsys, tmp_path):
-    def garbage(choice, answer):
-        choice |= {"text": "\x1b[2Jlock [red]lock", "token_ids": [corpus.ID["lock"]] * 2}
-
-    with serving(openai(stub)) as a, serving(edited(garbage)) as b:
-        assert status(monkeypatch, "--a", a, "--b", b, "--json", tmp_path / "c.json") == 1
+def test_a_difference_is_printed_and_is_exit_status_1(status, capsys, tmp_path):
+    garbage = set_to(text="\x1b[2Jlock lock", token_ids=[corpus.ID["lock"]] * 2, logprobs=None)
+    with serving(openai(stub)) as a, serving(garbage) as b:
+        assert status("--a", f"{a}/v1/", "--b", b, "--json", tmp_path / "c.json") == 1
     printed = capsys.readouterr().out
-    first, other = corpus.ID["the"], corpus.ID["lock"]
-    assert f"96: text differs at byte 0; token ids differ at token 0 (A {first}, B {other})" in printed
-    assert "\x1b" not in printed and "\\x1b[2Jlock [red]lock" in printed
-    assert equality.digest([other] * 2)[:16] in printed
-    assert "Different: 0 of 3 prompts are answered alike; compared: text and token ids." in printed
-    assert json.loads((tmp_path / "c.json").read_text())["verdict"] == "different"
-
-
-def test_what_a_terminal_cannot_encode_is_escaped_after_the_json_is_there(tmp_path):
-    snow = edited(lambda choice, answer: choice.update(text=choice["text"] + " \u2603"))
-    with serving(snow) as a, serving(snow) as b:
-        arguments = ["--a", a, "--b", b, "--json", tmp_path / "c.json"]
-        done = command(*arguments, environment={"PYTHONIOENCODING": "ascii"})
-    assert done.returncode == 0 and "\\u2603" in done.stdout and "Traceback" not in done.stderr
-    assert json.loads((tmp_path / "c.json").read_text())["rows"][0]["a"]["text"].endswith("\u2603")
-
-
-def test_the_json_is_there_before_anything_is_printed_and_the_table_comes_whatever_became_of_it(
-    monkeypatch, capsys, tmp_path
-):
-    path, printed = tmp_path / "c.json", []
-    with serving(openai(stub)) as a, serving(openai(stub)) as b, monkeypatch.context() as patch:
-        patch.setattr(compare_report, "show", lambda result: printed.append(json.loads(path.read_text())["verdict"]))
-        assert status(monkeypatch, "--a", a, "--b", b, "--json", path) == 0
-        assert printed == ["equal"]
-        patch.undo()
-        patch.setattr(output, "replace", lambda *values, **options: (_ for _ in ()).throw(OSError(28, "No space left")))
-        assert status(monkeypatch, "--a", a, "--b", b, "--json", path) == 2
-    said = capsys.readouterr()
-    assert "Equal: 3 of 3 prompts" in said.out and "c.json: cannot be written (No space left)" in said.err
-
-
-def test_what_a_server_calls_its_model_reaches_no_terminal(monkeypatch, capsys):
-    name = "glm\x1b]0;x\x07\x1b[2J"
-    with serving(openai(stub, [name])) as a, serving(openai(stub, [name])) as b:
-        assert status(monkeypatch, "--a", a, "--b", b) == 0
-    said = capsys.readouterr()
-    assert "\x1b" not in said.out + said.err and "model glm\\x1b]0;x\\x07\\x1b[2J" in said.out
-    assert "\x1b" not in refused(openai(stub, [name]), openai(stub, ["llama"]))
-
-
-def test_equality_says_what_it_rests_on(monkeypatch, capsys):
-    def no_ids(choice, answer):
-        del choice["token_ids"], choice["logprobs"]
-
-    with serving(openai(stub)) as a, serving(edited(no_ids)) as b:
-        assert status(monkeypatch, "--a", a, "--b", b) == 0
-    printed = capsys.readouterr().out
-    assert "96: text equal (35 bytes); token ids not compared (B offers none); " in printed
-    assert "logprobs not compared (B offers none)" in printed
-    assert "Equal: 3 of 3 prompts are answered alike; compared: text only." in printed
-    assert (
-        printed.count("NOT cached at A") == printed.count("NOT cached at B") == 1
-    )  # of the one prompt that has a cached part: the stub caches none
-
-
-def test_what_cannot_be_compared_is_exit_status_2_with_one_line_and_whole_json(monkeypatch, capsys, tmp_path):
-    with serving(openai(stub)) as a, serving(lambda path, body: (503, b"loading")) as b:
-        assert status(monkeypatch, "--a", a, "--b", b, "--json", tmp_path / "c.json") == 2
-    printed = capsys.readouterr()
-    error = [line for line in printed.err.splitlines() if line.startswith("error: ")]
-    assert error == [f"error: endpoint B ({b}/v1): HTTP 503 'loading': see the server's log (tried 4 times)"]
+    assert "96: text differs at byte 0; token ids differ at token 0; logprobs not compared (B offers none)" in printed
+    assert "\x1b" not in printed and "\\x1b[2Jlock lock" in printed
+    assert equality.digest(b"\x1b[2Jlock lock")[:16] in printed
+    assert "Different: 0 of 3 prompts are answered alike." in printed
     written = json.loads((tmp_path / "c.json").read_text())
-    assert (written["verdict"], written["rows"], f"error: {written['error']}") == ("cannot compare", [], error[0])
+    assert (written["verdict"], written["model"], written["a"]) == ("different", MODEL, f"endpoint A ({a}/v1)")
+    assert [row["b"]["text"] for row in written["rows"]] == ["\x1b[2Jlock lock"] * 3
 
 
-def test_a_number_that_json_lacks_is_null(monkeypatch, tmp_path):
-    def not_a_number(choice, answer):
-        choice["logprobs"]["token_logprobs"][0] = math.nan  # json.dumps writes NaN, and json.loads takes it
-
-    with serving(edited(not_a_number)) as a, serving(edited(not_a_number)) as b:
-        assert status(monkeypatch, "--a", a, "--b", b, "--json", tmp_path / "c.json") == 0
-    assert json.loads((tmp_path / "c.json").read_text())["rows"][0]["a"]["logprobs"][0] is None
-
-
-@pytest.mark.parametrize("url", ["localhost:8000", "ftp://host", "http://", "http://[::1", "", "file:/etc/hosts"])
-def test_an_address_that_is_none_is_refused_before_anything_is_asked(url):
-    with pytest.raises(UserError, match="endpoint B"):
-        compare.main("http://localhost:1", url)
-
-
-def test_one_endpoint_twice_is_refused():
-    with pytest.raises(UserError, match="name two endpoints"):
-        compare.main("http://localhost:1", "http://localhost:1/v1/")
+def test_equality_says_what_it_rests_on_and_json_has_no_infinity(status, capsys):
+    far = set_to(token_ids=None, logprobs={"token_logprobs": [-LARGE] * 9})
+    with serving(set_to(logprobs={"token_logprobs": [LARGE] * 8 + [NAN]})) as a, serving(far) as b:
+        assert status("--a", a, "--b", b, "--json", "-") == 1
+    written = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
+    assert written["rows"][0]["logprobs"] == {"count": 9, "largest": "inf", "one_sided": 1, "missing": None}
+    assert written["rows"][0]["a"]["logprobs"][-1] is None
+    with serving(openai(stub)) as a, serving(set_to(token_ids=None)) as b:
+        assert status("--a", a, "--b", b) == 0
+    printed = capsys.readouterr().out
+    assert "96: text equal (35 bytes); token ids not compared (B offers none); logprobs of 9 tokens" in printed
+    assert "Equal: 3 of 3 prompts" in printed and "225 tokens sent (0 cached)" in printed
 
 
-def test_bad_options_are_refused_before_anything_is_asked(monkeypatch, tmp_path):
-    reply, asked = counted(openai(stub))
-    with serving(reply) as a:
-        ends = ["--a", a, "--b", "http://127.0.0.1:1"]
-        assert status(monkeypatch, *ends[:2]) == 2
-        assert status(monkeypatch, *ends, "--json", tmp_path) == 2
-        assert status(monkeypatch, *ends, "--json", tmp_path / "no" / "c.json") == 2
-        assert status(monkeypatch, *ends, "--timeout", "0") == 2
-    assert asked == []
+def test_what_cannot_be_asked_is_one_line_and_exit_status_2(status, capsys, tmp_path):
+    path = tmp_path / "x.json"
+    with serving(openai(stub)) as a:
+        for options, says in {
+            (): "give --b URL to compare with, or --save FILE",
+            ("--b", "http://localhost:2", "--save", path): "not both",
+            ("--save", path, "--json", tmp_path / "c.json"): "without --json",
+            ("--b", path): "x.json: no such file; make it with",
+            ("--b", "http://127.0.0.1:1"): "endpoint B (http://127.0.0.1:1/v1): no connection",
+            ("--b", a): "are one: whatever it answers equals itself",
+            ("--b", a, "--json", tmp_path): "is a folder",
+            ("--b", a, "--pairs", "2"): "--pairs",
+        }.items():
+            assert status("--a", a, *options) == 2
+            (error,) = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error: ")]
+            assert says in error
+    assert list(tmp_path.iterdir()) == []
 
 
-def test_a_password_in_an_address_is_not_printed():
-    assert str(Endpoint("A", "http://me:secret@host:8000")) == "endpoint A (http://host:8000/v1)"
+# --- one server at a time ---------------------------------------------------------------------------------------------
 
 
-def test_text_is_shown_without_what_a_terminal_obeys():
-    assert shown("a\x1b[31m\n\x9b\ud800é" + "x" * 99, 60) == ("a\\x1b[31m\\n\\x9b\\ud800é" + "x" * 99)[:57] + "..."
-    lone = Completion(text="\ud800", prompt_tokens=1)
-    assert equality.digest(lone.encoded) == equality.digest(b"\xed\xa0\x80")
+@pytest.fixture
+def kept(tmp_path, status):
+    """Keeps the answers of a server, and gives the file."""
+
+    def keep(reply, *options):
+        path = tmp_path / "dcp1.json"
+        with serving(reply) as a:
+            assert status("--a", a, "--save", path, *options) == 0
+        return path
+
+    return keep
+
+
+def test_answers_that_were_kept_are_compared_as_if_both_servers_ran(kept, status, capsys):
+    path = kept(set_to(logprobs={"token_logprobs": [None] * 9}))
+    assert "answers kept in" in capsys.readouterr().out
+    with serving(set_to(logprobs={"token_logprobs": [None] * 9})) as b:
+        assert status("--a", path, "--b", b) == 0
+    with serving(openai(stub)) as b:
+        assert status("--a", b, "--b", path) == 1  # numbers there, none in the file
+        assert status("--a", path, "--save", path) == 2
+        assert status("--a", path, "--b", path) == 2  # itself
+    assert "Equal: 3 of 3" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("change", [{"finish_reason": "abort"}, {"token_ids": [1] * 13}, {"completion_tokens": 13}])
+def test_saved_answers_are_held_to_what_live_ones_are(kept, status, capsys, change):
+    path = kept(openai(stub))
+    content = json.loads(path.read_text())
+    for twice in content["answers"].values():
+        twice["again"] |= change
+    path.write_text(json.dumps(content))
+    with serving(openai(stub)) as b:
+        assert status("--a", path, "--b", b) == 2
+    assert "error: the saved answers of endpoint A" in (said := capsys.readouterr().err) and " of 12 tokens" in said
+
+
+def test_other_prompts_sampling_pairs_and_models_are_refused(kept, status, capsys, monkeypatch):
+    path = kept(openai(stub))
+    with serving(openai(stub, ["llama"])) as b:
+        assert status("--a", path, "--b", b) == 2
+    with serving(openai(stub)) as b:
+        assert status("--a", path, "--b", b, "--pairs", 5) == 2
+        monkeypatch.setitem(prompts.SAMPLING, "temperature", 1)
+        assert status("--a", path, "--b", b) == 2
+    said = capsys.readouterr().err
+    assert "wrong model" in said and "512" not in said
+    assert (
+        "96 #1 was asked otherwise; save them anew, with the same --pairs" in said and "96 was asked otherwise" in said
+    )
+
+
+DAMAGE = {
+    "{": "not a whole JSON file",
+    '{"model": NaN}': "not a whole JSON file (NaN is no JSON)",
+    "[]": "the file is []; allowed: an object",
+    '{"format": "dcp-fix compare, answers 1"}': 'format is "dcp-fix compare, answers 1"; allowed: "',
+    '{"answers": {"x": {"again": {"text": 3}}}}': "answers.x.again.text is 3; allowed: text",
+}
+
+
+@pytest.mark.parametrize("text", DAMAGE, ids=range(len(DAMAGE)))
+def test_a_file_that_is_none_is_named_with_its_field(tmp_path, text):
+    (tmp_path / "x.json").write_text(text)
+    with pytest.raises(UserError) as refusal:
+        answers.load(tmp_path / "x.json")
+    assert any(line.startswith(f"{tmp_path / 'x.json'}: {DAMAGE[text]}") for line in str(refusal.value).split("\n"))
+
+
+# --- the paired test --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("votes", "p"),
+    [((0, 0), 1.0), ((0, 3), 1.0), ((4, 0), 1 / 16), ((5, 0), 1 / 32), ((5, 2), 29 / 128), ((9, 1), 11 / 1024)],
+)
+def test_mcnemar_by_hand(votes, p):
+    assert compare.mcnemar(*votes) == p
+
+
+def noisy(share, seed, change=lambda text: text):
+    """A server that gets a word wrong in that share of its answers."""
+    random = Random(seed)
+
+    def edit(choice, usage):
+        choice |= {"text": change(choice["text"]), "token_ids": None, "logprobs": None}
+        if random.random() < share:
+            choice["text"] += f" {random.randrange(99)}"
+
+    return edited(edit)
+
+
+def other_word(text):
+    return text.replace("vault", "cellar")
+
+
+@pytest.mark.parametrize(
+    ("share", "change", "exit_status", "verdict"),
+    [(0.3, str, 0, "within noise"), (0.1, other_word, 1, "different")],
+)
+def test_noise_is_told_from_a_difference(kept, status, capsys, tmp_path, share, change, exit_status, verdict):
+    path = kept(noisy(share, 1), "--pairs", 20)
+    with serving(noisy(share, 2, change)) as b:
+        assert status("--a", path, "--b", b, "--pairs", 20, "--json", tmp_path / "c.json") == exit_status
+    written, printed = json.loads((tmp_path / "c.json").read_text()), capsys.readouterr().out
+    assert written["verdict"] == verdict and len(written["rows"]) == 20
+    assert verdict.capitalize() in printed and "McNemar p = " in printed
+    assert (compare.mcnemar(*written["votes"]) < 0.05) is (verdict == "different")
+    assert any(row["noisy"] for row in written["rows"])

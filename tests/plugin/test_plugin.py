@@ -1,371 +1,50 @@
-"""The vLLM plugin on look-alikes: our launcher under upstream's signature, routing, refusal, doing nothing."""
+"""The vLLM plugin on a small importable look-alike: what it repairs, what it says, and that it does no harm."""
 
-import inspect
+import importlib.abc
+import importlib.machinery
 import logging
 import os
-import subprocess
 import sys
 import tomllib
-import types
 from pathlib import Path
 
 import pytest
-import torch
 
-from dcp_fix.base.equality import close, same_bytes
 from dcp_fix.doctor import matrix, runner
-from dcp_fix.kv_cache import new_index_cache, new_latent_cache
-from dcp_fix.norm_rope import IndexerInputs, fused_norm_rope
-from dcp_fix.plugin import plugin, put_back
+from dcp_fix.plugin import pack, plugin, put_back
 from dcp_fix.real_vllm import boot_log
-from dcp_fix.repairs import launcher, repairs
-
-T, Q, TOPK = 5, 96, 40
-SLOTS = [3, -1, 70, -1, 64]
-
-
-def rows(*shape, seed=0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
-
-def upstream(
-    positions, q_c, q_rms_norm_w, q_rms_eps, kv_c, kv_rms_norm_w, kv_rms_eps, k_pe, k_rope_cos_sin_cache, index_k,
-    index_k_layer_norm_w, index_k_layer_norm_bias, index_k_layer_norm_eps, index_k_rope_cos_sin_cache,
-    topk_indices_buffer, slot_mapping=None, indexer_slot_mapping=None, indexer_k_cache=None, mla_kv_cache=None,
-    mla_kv_cache_dtype="auto", mla_k_scale=None, has_indexer=True, index_rope_interleave=False, q_c_out=None,
-    kv_c_out=None, k_pe_out=None, index_k_out=None,
-):  # fmt: skip
-    """The parameters of one release; called only where ours hands a call on."""
-    return "upstream"
-
-
-OURS = launcher.launcher(upstream)
-
-
-def table(length=16, width=64):
-    angle = torch.arange(length)[:, None] * 10000 ** (-torch.arange(0, width, 2) / width)
-    return torch.cat([angle.cos(), angle.sin()], dim=1)
-
-
-def call(cache_format="bf16", dtype=torch.float32, indexer=True, **changes):
-    """Arguments of one call, as the attention layer makes them: rows are slices of wider ones."""
-    return (
-        dict(
-            positions=torch.arange(T),
-            q_c=rows(T, Q + 8, seed=1).to(dtype)[:, :Q],
-            q_rms_norm_w=rows(Q, seed=2).to(dtype),
-            q_rms_eps=1e-6,
-            kv_c=rows(T, 512 + 64, seed=3).to(dtype)[:, :512],
-            kv_rms_norm_w=rows(512, seed=4).to(dtype),
-            kv_rms_eps=1e-6,
-            k_pe=rows(T, 512 + 64, seed=5).to(dtype)[:, 512:],
-            k_rope_cos_sin_cache=table(),
-            index_k=rows(T, 128 + 32, seed=6).to(dtype)[:, :128] if indexer else None,
-            index_k_layer_norm_w=rows(128, seed=7) if indexer else None,
-            index_k_layer_norm_bias=rows(128, seed=8) if indexer else None,
-            index_k_layer_norm_eps=1e-6,
-            index_k_rope_cos_sin_cache=table() if indexer else None,
-            topk_indices_buffer=torch.full((T + 3, TOPK), 7, dtype=torch.int32),
-            slot_mapping=torch.tensor(SLOTS),
-            indexer_k_cache=new_index_cache(2) if indexer else None,
-            mla_kv_cache=new_latent_cache(2, cache_format),
-            mla_kv_cache_dtype={"bf16": "auto", "fp8": "fp8_e4m3"}.get(cache_format, cache_format),
-            mla_k_scale=torch.tensor([0.5]),
-            has_indexer=indexer,
-        )
-        | changes
-    )
-
-
-def directly(a, cache_format, kv_out=None, kpe_out=None):
-    """The same through dcp_fix.norm_rope: (q_out, latent cache, indexer cache, top-k)."""
-    latent, index = new_latent_cache(2, cache_format), new_index_cache(2)
-    topk = torch.full((T + 3, TOPK), 7, dtype=torch.int32)
-    indexer = a["has_indexer"] and IndexerInputs(
-        a["index_k"],
-        a["index_k_layer_norm_w"],
-        a["index_k_layer_norm_bias"],
-        a["index_k_layer_norm_eps"],
-        a["index_k_rope_cos_sin_cache"],
-        index,
-        a.get("indexer_slot_mapping"),
-        a.get("index_rope_interleave", False),
-    )
-    q_out = fused_norm_rope(
-        a["positions"], a["q_c"], a["q_rms_norm_w"], a["kv_c"], a["kv_rms_norm_w"], a["k_pe"],
-        a["k_rope_cos_sin_cache"], eps=1e-6, slot_mapping=a["slot_mapping"], kv_cache=latent,
-        cache_format=cache_format, kv_scale=a["mla_k_scale"] if cache_format == "fp8" else None, kv_out=kv_out,
-        kpe_out=kpe_out, indexer=indexer or None, topk_indices=topk,
-    )  # fmt: skip
-    return q_out, latent, index, topk
-
-
-# --- the launcher -----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("interleaved", [True, False])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("cache_format", ["bf16", "fp8", "fp8_ds_mla"])
-def test_every_format_and_rope_style_reaches_our_kernel(cache_format, dtype, interleaved):
-    a = call(
-        cache_format, dtype, index_rope_interleave=interleaved, indexer_slot_mapping=torch.tensor([65, -1, 1, -1, 9])
-    )
-    dense = dict(
-        kv_c_out=torch.full((T, 512), torch.nan, dtype=dtype), k_pe_out=torch.full((T, 64), torch.nan, dtype=dtype)
-    )
-    q_out = torch.full((T, Q), torch.nan, dtype=dtype)
-    assert OURS(**a, **dense, q_c_out=q_out) is q_out
-    kv_out, kpe_out = torch.zeros(T, 512, dtype=dtype), torch.zeros(T, 64, dtype=dtype)
-    want_q, want_latent, want_index, want_topk = directly(a, cache_format, kv_out, kpe_out)
-    assert same_bytes(q_out, want_q)
-    assert same_bytes(dense["kv_c_out"], kv_out) and same_bytes(dense["k_pe_out"], kpe_out)
-    assert same_bytes(a["mla_kv_cache"].view(torch.uint8), want_latent.view(torch.uint8))
-    assert same_bytes(a["indexer_k_cache"], want_index) and want_index.any()
-    assert torch.equal(a["topk_indices_buffer"], want_topk)
-
-
-def test_a_uint8_cache_is_read_as_fp8_and_a_missing_scale_is_one():
-    a = call("fp8", mla_k_scale=torch.tensor([1.0]))
-    OURS(**a)
-    b = call(
-        "fp8", mla_kv_cache=new_latent_cache(2, "fp8").view(torch.uint8), mla_k_scale=None, mla_kv_cache_dtype="fp8"
-    )
-    OURS(**b)
-    assert same_bytes(a["mla_kv_cache"].view(torch.uint8), b["mla_kv_cache"])
-
-
-@pytest.mark.parametrize("dtype", [torch.float16, torch.float32])
-def test_a_plain_cache_has_the_type_of_the_model(dtype):
-    a = call(dtype=dtype, mla_kv_cache=torch.zeros(2, 64, 576, dtype=dtype))
-    kv_out, kpe_out = torch.zeros(T, 512, dtype=dtype), torch.zeros(T, 64, dtype=dtype)
-    OURS(**a, kv_c_out=kv_out, k_pe_out=kpe_out)
-    for token, slot in enumerate(SLOTS):
-        if slot >= 0:
-            entry = a["mla_kv_cache"][slot // 64, slot % 64]
-            assert same_bytes(entry, torch.cat([kv_out[token], kpe_out[token]]))
-
-
-def test_a_shared_layer_leaves_the_selection_alone():
-    a = call(indexer=False)
-    OURS(**a)
-    assert (a["topk_indices_buffer"] == 7).all()
-    assert a["mla_kv_cache"].any()
-
-
-def test_caches_written_by_the_caller():
-    """PCP: no cache is given, every row is handed out, the indexer's too; the slot mapping plays no part."""
-    a = call(mla_kv_cache=None, indexer_k_cache=None, index_rope_interleave=True)
-    outs = dict(kv_c_out=torch.full((T, 512), torch.nan), k_pe_out=torch.full((T, 64), torch.nan))
-    index_k_out = torch.full((T, 128), torch.nan)
-    OURS(**a, **outs, index_k_out=index_k_out)
-    assert not any(x.isnan().any() for x in (*outs.values(), index_k_out))
-    b = call(slot_mapping=torch.arange(T), index_rope_interleave=True)
-    OURS(**b)
-    cached = b["indexer_k_cache"].view(2, -1)[0, : T * 128].view(torch.float8_e4m3fn).float().view(T, 128)
-    scales = b["indexer_k_cache"].view(2, -1)[0, 64 * 128 :].view(torch.float32)[:T, None]
-    assert ((index_k_out - cached * scales).abs() <= index_k_out.abs() / 16 + scales).all()
-
-
-def test_a_profiling_run_fills_dense_rows_and_resets_the_selection():
-    a = call(mla_kv_cache=None, indexer_k_cache=None, slot_mapping=None)
-    kv_c_out = torch.full((T, 512), torch.nan)
-    assert not OURS(**a, kv_c_out=kv_c_out).isnan().any()
-    assert not kv_c_out.isnan().any()
-    assert (a["topk_indices_buffer"][:T] == -1).all() and (a["topk_indices_buffer"][T:] == 7).all()
-
-
-def test_two_epsilons():
-    got = OURS(**call(q_rms_eps=0.5))
-    a = call()
-    want = a["q_c"] * torch.rsqrt(a["q_c"].square().mean(-1, keepdim=True) + 0.5) * a["q_rms_norm_w"]
-    assert close(got, want, ulps=4)
-
-
-def test_the_signature_is_upstreams_and_so_are_its_errors():
-    assert inspect.signature(OURS) == inspect.signature(upstream)
-    a = call()
-    positional = list(a.values())[:15]
-    keyword = dict(list(a.items())[15:])
-    assert same_bytes(OURS(*positional, **keyword), OURS(**call()))
-    with pytest.raises(TypeError, match="positions"):
-        OURS(*positional, positions=a["positions"], **keyword)
-    with pytest.raises(TypeError, match="dcp_plan"):
-        OURS(**a, dcp_plan=1)
-    with pytest.raises(TypeError, match="q_c"):
-        OURS(a["positions"])
-
-
-@pytest.mark.parametrize(
-    ("changes", "says"),
-    [
-        (dict(mla_kv_cache_dtype="nvfp4_ds_mla"), "nvfp4_ds_mla"),
-        (dict(kv_c=rows(T, 256), kv_rms_norm_w=rows(256)), "latent of 256 instead of 512"),
-        (dict(index_k=rows(T, 64)), "index key of 64 instead of 128"),
-    ],
-)
-def test_what_is_not_ours_goes_to_upstream_and_is_said(changes, says, caplog):
-    launcher.warn_once.cache_clear()
-    with caplog.at_level(logging.WARNING, "vllm.dcp_fix"):
-        assert OURS(**call(**changes)) == "upstream"
-        assert OURS(**call(**changes)) == "upstream"
-    (record,) = caplog.records  # once
-    assert says in record.message and "upstream's own launcher" in record.message
-
-
-def test_a_release_that_we_do_not_know_is_refused():
-    def newer(positions, q_c, dcp_plan):
-        pass
-
-    with pytest.raises(launcher.UnsupportedRelease, match="dcp_plan"):
-        launcher.launcher(newer)
-
-    parameters = [*inspect.signature(upstream).parameters.values()]
-    shuffled = inspect.Parameter("indexer_cache_shuffled", inspect.Parameter.POSITIONAL_OR_KEYWORD, default=False)
-
-    def later(*args, **kwargs):
-        pass
-
-    later.__signature__ = inspect.Signature([*parameters, shuffled])
-    with pytest.raises(launcher.UnsupportedRelease, match="power-of-two"):
-        launcher.launcher(later)
-
-
-def test_replacing_twice_replaces_once():
-    module = types.SimpleNamespace(fused_norm_rope=upstream)
-    repairs.replace_launcher(module)
-    ours = module.fused_norm_rope
-    repairs.replace_launcher(module)
-    assert module.fused_norm_rope is ours is not upstream
-
-
-# --- routing ----------------------------------------------------------------------------------------------------------
-
-
-class Layer:
-    """An attention layer on a rank of four with two heads, which gathers and combines, or not."""
-
-    gathers = combines = use_pcp = False
-    lse = True
-
-    def __init__(self, dcp=4):
-        layer, self.log = self, []
-
-        class Backend:
-            dcp_world_size = dcp
-
-            def forward_mqa(self, query, kv_cache, metadata, layer_):
-                layer.log.append(f"attend {query.shape[1]}")
-                return query[..., :512] * 2, query[..., 0] if layer.lse else None
-
-        class Manager:
-            def query_gather(self, query):
-                layer.log.append("gather")
-                return query.repeat(1, 4, 1)
-
-            def combine(self, out, lse, *, seq_lens, query_start_loc):
-                layer.log.append(f"combine {out.shape[1]}")
-                return out[:, :2] + 1
-
-        self.impl, self.dcp_manager = Backend(), Manager() if dcp > 1 else None
-
-    def forward(self, query):
-        q = self.dcp_manager.query_gather(torch.cat(query, -1)) if self.gathers else query
-        q = torch.cat(q, -1) if isinstance(q, tuple) and self.impl.dcp_world_size == 1 else q
-        out, lse = self.impl.forward_mqa(q, None, None, self)
-        if self.combines:
-            out = self.dcp_manager.combine(out, lse, seq_lens=None, query_start_loc=None)
-        return out
-
-
-QUERY = (torch.ones(3, 2, 512), torch.ones(3, 2, 64))
-
-
-def routed(**attributes):
-    attention = type("Attention", (Layer,), attributes)
-    repairs.route_attention(types.SimpleNamespace(DeepseekV32Attention=attention))
-    return attention
-
-
-@pytest.mark.parametrize("gathers", [False, True])
-@pytest.mark.parametrize("combines", [False, True])
-def test_gather_and_combine_happen_once_whatever_the_layer_does(gathers, combines):
-    layer = routed(gathers=gathers, combines=combines)()
-    for _ in range(2):  # the second pass finds the routing in place
-        layer.log.clear()
-        assert torch.equal(layer.forward(QUERY), torch.full((3, 2, 512), 3.0))
-        assert layer.log == ["gather", "attend 8", "combine 8"]
-    routing = layer.impl.dcp_fix_routing
-    assert routing.gathered() is routing.combined() is None  # nothing is kept alive between passes
-
-
-def test_one_rank_and_pcp_are_left_alone():
-    one = routed()(dcp=1)
-    assert one.forward(QUERY).shape == (3, 2, 512) and one.log == ["attend 2"]
-    pcp = routed(use_pcp=True, gathers=True, combines=True)()
-    pcp.forward(QUERY)
-    assert not hasattr(pcp.impl, "dcp_fix_routing")
-
-
-def test_a_backend_without_lse_and_a_release_without_manager_are_refused():
-    with pytest.raises(launcher.UnsupportedRelease, match="returns no LSE"):
-        routed(lse=False)().forward(QUERY)
-    layer = routed()()
-    del layer.dcp_manager
-    with pytest.raises(launcher.UnsupportedRelease, match="0.28.0 or newer"):
-        layer.forward(QUERY)
-
-
-# --- the communicator -------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("comm", [None, types.SimpleNamespace(disabled=True), types.SimpleNamespace(disabled=False)])
-def test_reduce_scatter_without_nccl_raises(comm):
-    class CudaCommunicator:
-        pynccl_comm = comm
-
-        def reduce_scatter(self, x, dim=-1):
-            return x
-
-    module = types.SimpleNamespace(CudaCommunicator=CudaCommunicator)
-    repairs.refuse_disabled(module)
-    repairs.refuse_disabled(module)
-    if comm is not None and not comm.disabled:
-        assert CudaCommunicator().reduce_scatter(1) == 1
-    else:
-        with pytest.raises(RuntimeError, match="VLLM_DISABLE_PYNCCL"):
-            CudaCommunicator().reduce_scatter(1)
-
-
-# --- registration -----------------------------------------------------------------------------------------------------
-
-PLATFORM = "class P:\n    def is_cuda(self): return {cuda}\n\ncurrent_platform = P()\n"
-ATTENTION = """
-from vllm.models.deepseek_v32.common.kernels import fused_norm_rope
+from dcp_fix.repairs import repairs
+from dcp_fix.repairs.signature import REQUIRED
+
+pytestmark = pytest.mark.timeout(120)
+
+ATTENTION, COMMUNICATOR = repairs.ATTENTION[0], repairs.COMMUNICATOR
+SOURCES = {
+    "vllm.platforms": "class P:\n    def is_cuda(self): return True\n\ncurrent_platform = P()\n",
+    repairs.KERNELS[0]: f"def fused_norm_rope({', '.join(REQUIRED)}): return 'upstream'\n",
+    ATTENTION: f"""
+from {repairs.KERNELS[0]} import fused_norm_rope
 class DeepseekV32Attention:
     def forward(self): pass
-"""
-COMMUNICATOR = "class CudaCommunicator: reduce_scatter = print"
+""",
+    COMMUNICATOR: "class CudaCommunicator: reduce_scatter = print",
+    pack.MODULE: "def flash_mla_with_kvcache(): pass\nget_mla_metadata = None",
+}
 
 
 @pytest.fixture
-def vllm(tmp_path, monkeypatch):
-    """Makes an importable vllm of a few modules, and takes it and the import hook away again."""
+def vllm(tmp_path, monkeypatch, caplog):
+    """Makes an importable vllm of a few modules, with these changed; takes it and the import hooks away again."""
     before = list(sys.meta_path)
+    caplog.set_level(logging.INFO, "vllm.dcp_fix")
 
-    def make(cuda=True):
-        source = "def fused_norm_rope" + str(inspect.signature(upstream)) + ":\n    return 'upstream'\n"
-        for name, text in {
-            "platforms/__init__.py": PLATFORM.format(cuda=cuda),
-            "models/deepseek_v32/common/kernels.py": source,
-            "models/deepseek_v32/attention.py": ATTENTION,
-            "distributed/device_communicators/cuda_communicator.py": COMMUNICATOR,
-        }.items():
-            path = tmp_path / "vllm" / name
+    def make(**changed):
+        names = {name.rpartition(".")[2]: name for name in SOURCES}
+        for name, text in (SOURCES | {names[short]: text for short, text in changed.items()}).items():
+            path = tmp_path.joinpath(*name.split(".")).with_suffix(".py")
             path.parent.mkdir(parents=True, exist_ok=True)
-            for folder in [path.parent, *path.parent.parents]:
-                if folder == tmp_path:
-                    break
-                (folder / "__init__.py").touch()
+            for folder in path.relative_to(tmp_path).parents[:-1]:
+                (tmp_path / folder / "__init__.py").touch()
             path.write_text(text)
         monkeypatch.syspath_prepend(tmp_path)
         return tmp_path
@@ -376,62 +55,70 @@ def vllm(tmp_path, monkeypatch):
         del sys.modules[name]
 
 
+@pytest.fixture
+def has(monkeypatch):
+    """Has the matrix say which defects this vLLM has."""
+    return lambda *defects: monkeypatch.setattr(matrix, "recorded_defects", lambda root: set(defects))
+
+
 def imported(name):
     __import__(name)
     return sys.modules[name]
 
 
-def test_modules_are_repaired_when_they_are_imported(vllm, monkeypatch, caplog):
+def ours(function) -> bool:
+    return hasattr(function, "is_dcp_fix")
+
+
+# --- what it does -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("before", [False, True])
+def test_modules_are_repaired_when_they_are_imported_or_were_before(vllm, has, caplog, before):
     vllm()
-    monkeypatch.setattr(matrix, "recorded_defects", lambda root: {"query-rows", "combine-routing", "silent-collective"})
-    with caplog.at_level(logging.INFO, "vllm.dcp_fix"):
-        plugin.register()
-        plugin.register()  # vLLM may
-    assert "vllm.models" not in sys.modules  # nothing was imported for it
-    attention = imported("vllm.models.deepseek_v32.attention")
-    assert attention.fused_norm_rope.is_dcp_fix and attention.DeepseekV32Attention.forward.is_dcp_fix
-    assert imported("vllm.models.deepseek_v32.common.kernels").fused_norm_rope is attention.fused_norm_rope
-    communicator = sys.modules["vllm.distributed.device_communicators.cuda_communicator"]
-    assert communicator.CudaCommunicator.reduce_scatter.is_dcp_fix
-    assert "combine-routing, query-rows, silent-collective" in caplog.text
-
-
-def test_modules_that_were_imported_before_are_repaired_too(vllm, monkeypatch):
-    vllm()
-    attention = imported("vllm.models.deepseek_v32.attention")
-    monkeypatch.setattr(matrix, "recorded_defects", lambda root: {"k-rows"})
+    has("query-rows", "combine-routing", "silent-collective")
+    if before:
+        imported(ATTENTION)
     plugin.register()
-    assert attention.fused_norm_rope.is_dcp_fix
-    assert not hasattr(attention.DeepseekV32Attention.forward, "is_dcp_fix")
+    plugin.register()  # vLLM may
+    assert before or "vllm.models" not in sys.modules  # nothing was imported for it
+    attention = imported(ATTENTION)
+    assert ours(attention.fused_norm_rope) and ours(attention.DeepseekV32Attention.forward)
+    assert before or imported(repairs.KERNELS[0]).fused_norm_rope is attention.fused_norm_rope
+    assert ours(sys.modules[COMMUNICATOR].CudaCommunicator.reduce_scatter)
+    assert "this vLLM has combine-routing, query-rows, silent-collective" in caplog.text
+    assert f"route_attention applied to {ATTENTION}" in caplog.text
 
 
-def test_another_model_is_left_alone(vllm, monkeypatch):
-    vllm()
-    monkeypatch.setattr(matrix, "recorded_defects", lambda root: {"query-rows", "silent-collective"})
+def test_what_is_whole_another_model_and_another_platform_are_left_alone(vllm, has, caplog):
+    vllm(platforms=SOURCES["vllm.platforms"].replace("True", "False"))
+    has("k-rows", "silent-collective")
     plugin.register()
-    communicator = imported("vllm.distributed.device_communicators.cuda_communicator")
-    assert communicator.CudaCommunicator.reduce_scatter is print
-
-
-def test_another_platform_is_left_alone(vllm, monkeypatch):
-    vllm(cuda=False)
-    monkeypatch.setattr(matrix, "recorded_defects", lambda root: {"query-rows"})
-    plugin.register()
-    assert not hasattr(imported("vllm.models.deepseek_v32.attention").fused_norm_rope, "is_dcp_fix")
+    assert imported(COMMUNICATOR).CudaCommunicator.reduce_scatter is print  # other models use it too
+    assert not ours(imported(ATTENTION).fused_norm_rope)
+    assert "left alone, this platform is not CUDA" in caplog.text and "applied to" not in caplog.text
+    assert plugin.repairs_for({"combine-routing"}) == {name: [repairs.route_attention] for name in repairs.ATTENTION}
 
 
 @pytest.mark.parametrize(
-    ("switch", "defects", "says"),
-    [(off, {"query-rows"}, "switched off") for off in ("0", "false", "OFF", "no")]
-    + [("1", set(), "nothing is changed")],
+    ("variables", "defects", "kept_out", "says"),
+    [({"DCP_FIX_PLUGIN": off}, ["k-rows"], f"DCP_FIX_PLUGIN={off}", "switched off") for off in ("0", "OFF", "no")]
+    + [
+        ({"VLLM_PLUGINS": "other"}, [], "VLLM_PLUGINS=other", "nothing is changed"),
+        ({"VLLM_PLUGINS": ""}, [], "VLLM_PLUGINS=", "nothing is changed"),
+        ({"VLLM_PLUGINS": "other,dcp_fix", "DCP_FIX_PLUGIN": "1"}, [], None, "nothing is changed"),
+        ({}, [], None, "nothing is changed"),
+    ],
 )
-def test_it_does_nothing_and_says_so(vllm, monkeypatch, caplog, switch, defects, says):
+def test_it_does_nothing_and_says_so(vllm, has, monkeypatch, caplog, variables, defects, kept_out, says):
     vllm()
-    monkeypatch.setenv(plugin.SWITCH, switch)
-    monkeypatch.setattr(matrix, "recorded_defects", lambda root: defects)
-    with caplog.at_level(logging.INFO, "vllm.dcp_fix"):
-        plugin.register()
-    assert says in caplog.text
+    has(*defects)
+    for name in ("DCP_FIX_PLUGIN", "VLLM_PLUGINS"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    plugin.register()
+    assert says in caplog.text and repairs.kept_out() == kept_out
     assert not any(isinstance(finder, plugin.AfterImport) for finder in sys.meta_path)
 
 
@@ -440,261 +127,161 @@ def test_the_entry_point_is_the_one_that_vllm_looks_for():
     assert project["entry-points"]["vllm.general_plugins"] == {"dcp_fix": "dcp_fix.plugin.plugin:register"}
 
 
-def test_what_could_not_be_probed_is_said_and_an_unwritable_cache_does_no_harm(vllm, monkeypatch, tmp_path, caplog):
-    (tmp_path / "file").touch()
-    monkeypatch.setenv("DCP_FIX_CACHE", str(tmp_path / "file"))
-    unknown = [runner.Finding("k-rows", "not-run", "unknown signature", "", "")]
-    monkeypatch.setattr(runner, "probe_target", lambda target, on_cpu: unknown)
-    assert plugin.find_defects(vllm()) == set()
-    assert "k-rows is unknown: unknown signature" in caplog.text and "not cached" in caplog.text
-
-
-def test_an_unknown_vllm_is_probed_once(vllm, monkeypatch, tmp_path):
-    root, probed = vllm(), []
-    monkeypatch.setenv("DCP_FIX_CACHE", str(tmp_path / "cache"))
-
-    def probe_target(target, *, on_cpu):
-        probed.append((target.root, on_cpu))
-        return [runner.Finding("k-rows", "defect", "", "", ""), runner.Finding("query-rows", "ok", "", "", "")]
-
-    monkeypatch.setattr(runner, "probe_target", probe_target)
-    assert plugin.find_defects(root) == plugin.find_defects(root) == {"k-rows"}
-    assert probed == [(root, True)]
-    (root / "vllm/models/deepseek_v32/attention.py").write_text("# patched by hand\n")
-    plugin.find_defects(root)
-    assert len(probed) == 2
-
-
-# --- defects put back -------------------------------------------------------------------------------------------------
-
-
-def dense_outputs():
-    return dict(kv_c_out=torch.full((T, 512), 7.0), k_pe_out=torch.full((T, 64), 7.0), q_c_out=torch.full((T, Q), 7.0))
-
-
-@pytest.mark.parametrize(
-    ("defects", "lost"),
-    [
-        (("query-norm",), {"q_c_out"}),
-        (("k-rows",), {"kv_c_out", "k_pe_out"}),
-        (("query-norm", "k-rows"), {"q_c_out", "kv_c_out", "k_pe_out"}),
-    ],
-)
-def test_rows_of_other_owners_keep_their_memory_and_nothing_else_changes(defects, lost):
-    module = types.SimpleNamespace(fused_norm_rope=OURS)
-    for functions in put_back.hooks(defects, ("kernels",), ()).values():
-        for function in functions:
-            function(module)
-    a, b = call("fp8_ds_mla") | dense_outputs(), call("fp8_ds_mla") | dense_outputs()
-    OURS(**a)
-    positional = list(b.values())[:9]
-    assert module.fused_norm_rope(*positional, **dict(list(b.items())[9:])) is b["q_c_out"]
-    owned = torch.tensor(SLOTS) >= 0
-    for name in dense_outputs():
-        assert same_bytes(b[name][owned], a[name][owned])
-        assert (b[name][~owned] == 7.0).all() == (name in lost)
-    assert same_bytes(a["mla_kv_cache"], b["mla_kv_cache"]) and same_bytes(a["indexer_k_cache"], b["indexer_k_cache"])
-    assert torch.equal(a["topk_indices_buffer"], b["topk_indices_buffer"])
-    assert inspect.signature(module.fused_norm_rope) == inspect.signature(upstream)
-
-
-def test_a_query_that_the_launcher_allocates_holds_what_nobody_wrote(monkeypatch):
-    monkeypatch.setattr(put_back, "unwritten", lambda like: torch.full(like.shape, torch.nan))
-    q = put_back.forgetting(OURS, "q_c_out")(**call())
-    assert q.isnan().any(dim=1).tolist() == [slot < 0 for slot in SLOTS]
-    whole = put_back.forgetting(OURS, "q_c_out")(**call(slot_mapping=None, mla_kv_cache=None, indexer_k_cache=None))
-    assert not whole.isnan().any()  # a profiling run
-
-
-def test_a_defect_is_put_back_once():
-    once = put_back.forgetting(OURS, "q_c_out")
-    assert put_back.forgetting(once, "q_c_out") is once is not put_back.forgetting(once, "k_pe_out", "kv_c_out")
-    assert launcher.launcher(once) is once  # the repair of the attention module does not undo it
-
-
-@pytest.mark.parametrize("repaired", [False, True])
-@pytest.mark.parametrize("gathers", [False, True])
-def test_routing_put_back_wins_over_the_layer_and_over_the_repair(gathers, repaired):
-    class Made(Layer):
-        combines = True
-
-    Made.gathers = gathers
-    module = types.SimpleNamespace(DeepseekV32Attention=Made)
-    for function in (repairs.route_attention,) * repaired + (put_back.combine_routing_put_back,) * 2:
-        function(module)
-    layer = Made()
-    query = QUERY if gathers or repaired else torch.cat(QUERY, -1)
-    assert torch.equal(layer.forward(query), torch.full((3, 2, 512), 2.0))
-    assert layer.log == ["attend 2"]
-
-
-def test_pcp_and_one_rank_keep_their_routing():
-    class Made(Layer):
-        use_pcp = gathers = combines = True
-
-    put_back.combine_routing_put_back(types.SimpleNamespace(DeepseekV32Attention=Made))
-    layer = Made()
-    layer.forward(QUERY)
-    assert layer.log == ["gather", "attend 8", "combine 8"]
-    assert Made(dcp=1).dcp_manager is None
-
-
-@pytest.mark.parametrize("defects", [set(), {"k-rows", "combine-routing"}])
-def test_register_puts_back_what_the_variable_names(vllm, monkeypatch, caplog, defects):
+@pytest.mark.parametrize("defects", [[], ["k-rows", "combine-routing"]])
+def test_register_puts_back_what_the_variable_names_after_the_repairs(vllm, has, monkeypatch, caplog, defects):
     vllm()
+    has(*defects)
     monkeypatch.setenv(put_back.VARIABLE, "combine-routing, query-norm")
-    monkeypatch.setattr(matrix, "recorded_defects", lambda root: defects)
-    with caplog.at_level(logging.INFO, "vllm.dcp_fix"):
-        plugin.register()
-        plugin.register()
-        attention = imported("vllm.models.deepseek_v32.attention")
+    plugin.register()
+    plugin.register()
+    attention = imported(ATTENTION)
     assert attention.fused_norm_rope.put_back == ("q_c_out",)
     assert attention.DeepseekV32Attention.__init__.is_put_back
-    assert hasattr(attention.fused_norm_rope, "is_dcp_fix") == bool(defects)
+    assert ours(attention.fused_norm_rope) == bool(defects)
     assert "answers will be wrong" in caplog.text
-    for name in ("query_norm", "combine_routing"):
+    for name in ("query-norm", "combine-routing"):
         said = {"plugin": [record.message.removeprefix("dcp_fix: ") for record in caplog.records]}
-        assert boot_log.not_as_asked(said, plugin=True, put_back=(name.replace("_", "-"),)) is None
+        assert boot_log.not_as_asked(said, plugin=True, put_back=(name,)) is None
 
 
-def test_the_switch_turns_putting_back_off_as_well(vllm, monkeypatch):
+def test_a_defect_that_does_not_exist_is_no_put_back(vllm, has, monkeypatch, caplog):
     vllm()
-    monkeypatch.setenv(put_back.VARIABLE, "k-rows")
-    monkeypatch.setenv(plugin.SWITCH, "0")
-    plugin.register()
-    assert not hasattr(imported("vllm.models.deepseek_v32.attention").fused_norm_rope, "put_back")
-
-
-def test_a_defect_that_does_not_exist_is_no_put_back(vllm, monkeypatch, caplog):
-    vllm()
+    has()
     monkeypatch.setenv(put_back.VARIABLE, "k-rows,workspace")
-    monkeypatch.setattr(matrix, "recorded_defects", lambda root: set())
     plugin.register()  # out of which nothing comes; the ladder checks the names before it boots
     assert "'workspace' is no defect that can be put back" in caplog.text
     assert not any(isinstance(finder, plugin.AfterImport) for finder in sys.meta_path)
-    with pytest.raises(ValueError, match="'workspace' is no defect that can be put back"):
-        put_back.parse("k-rows,workspace")
 
 
-# --- the plugin never harms -------------------------------------------------------------------------------------------
+# --- it does no harm --------------------------------------------------------------------------------------------------
+
+RENAMED = {
+    "attention": (SOURCES[ATTENTION].replace("DeepseekV32Attention", "Other"), "combine-routing not repaired, route"),
+    "kernels": (
+        "def other(): pass\nfused_norm_rope = None",
+        "owner-only-writes, query-rows not repaired, replace_launcher",
+    ),
+    "cuda_communicator": ("", "silent-collective not repaired, guard_communicator"),
+    "flashmla_sparse": ("get_mla_metadata = None", "pack_and_cut cannot change"),
+    "platforms": ("import no_such_module", "combine-routing not repaired, route_attention cannot change"),
+}
 
 
-@pytest.fixture
-def unknown(vllm, monkeypatch):
-    """A vllm that is not in the matrix and has the defect k-rows; and how often it was probed."""
-    probed = []
+@pytest.mark.parametrize("changed", RENAMED)
+def test_what_cannot_be_applied_is_an_error_in_the_log_and_vllm_starts(vllm, has, monkeypatch, caplog, changed):
+    source, says = RENAMED[changed]
+    vllm(**{changed: source})
+    has(*repairs.REPAIRED)
+    monkeypatch.setenv(pack.VARIABLE, "1")
+    plugin.register()
+    for name in (repairs.KERNELS[0], ATTENTION, pack.MODULE):
+        imported(name)
+    errors = [record.message for record in caplog.records if record.levelno == logging.ERROR]
+    assert any(says in error for error in errors)
+    if changed == "platforms":
+        assert "applied to" not in caplog.text and not ours(sys.modules[ATTENTION].fused_norm_rope)
+    elif changed != "kernels":
+        assert ours(sys.modules[ATTENTION].fused_norm_rope), "the others are repaired"
 
-    def probe_target(target, *, on_cpu):
-        probed.append(target.root)
-        return [runner.Finding("k-rows", "defect", "", "", "")]
 
-    monkeypatch.setattr(runner, "probe_target", probe_target)
-    vllm()
-    return probed
+class OtherHook(importlib.abc.MetaPathFinder):
+    """Somebody else's import hook on the attention module: notes that it ran, and finds by the path or by asking."""
+
+    def __init__(self, asks: bool):
+        self.asks, self.asking, self.ran = asks, False, []
+
+    def find_spec(self, fullname, path=None, target=None):
+        if fullname != ATTENTION or self.asking:
+            return None
+        self.asking = True
+        finders = [f for f in sys.meta_path if f is not self] if self.asks else [importlib.machinery.PathFinder]
+        spec = next(spec for finder in finders if (spec := finder.find_spec(fullname, path, target)))
+        execute = spec.loader.exec_module
+        spec.loader.exec_module = lambda module: (execute(module), self.ran.append(ours(module.fused_norm_rope)))
+        self.asking = False
+        return spec
 
 
-def repaired() -> bool:
-    return hasattr(imported("vllm.models.deepseek_v32.attention").fused_norm_rope, "is_dcp_fix")
+@pytest.mark.parametrize("first", [False, True], ids=["registered after ours", "registered before ours"])
+@pytest.mark.parametrize("asks", [False, True], ids=["finds by the path", "asks the others"])
+def test_another_plugins_hook_on_the_same_module_runs_beside_ours(vllm, has, caplog, first, asks):
+    vllm(kernels=SOURCES[repairs.KERNELS[0]])
+    has("k-rows", "combine-routing")
+    imported("vllm")
+    other = OtherHook(asks)
+    for register in (lambda: sys.meta_path.insert(0, other), plugin.register)[:: 1 if first else -1]:
+        register()
+    attention = imported(ATTENTION)
+    assert len(other.ran) == 1, "theirs"
+    assert ours(attention.DeepseekV32Attention.forward), "ours"
+    assert caplog.text.count(f"route_attention applied to {ATTENTION}") == 1
 
 
-def raising(error):
-    """A function that does nothing else."""
-
-    def fail(*arguments, **options):
+@pytest.mark.parametrize("error", [RuntimeError("x"), RecursionError(), MemoryError()])
+def test_nothing_leaves_register(vllm, monkeypatch, caplog, error):
+    def fail(root):
         raise error
 
-    return fail
-
-
-def test_a_user_without_a_home_is_served_uncached(unknown, monkeypatch, caplog):
-    for name in ("DCP_FIX_CACHE", "XDG_CACHE_HOME"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(Path, "home", raising(RuntimeError("Could not determine home directory.")))
-    plugin.register()
-    assert "not cached" in caplog.text and "set DCP_FIX_CACHE" in caplog.text
-    assert repaired() and len(unknown) == 1
-
-
-@pytest.mark.parametrize("place", ["file", "file/below", "/dev/null/below", "/proc/self/below", "locked/below"])
-def test_a_cache_folder_that_cannot_be_written_only_costs_the_next_start(unknown, monkeypatch, tmp_path, caplog, place):
-    (tmp_path / "file").touch()
-    (tmp_path / "locked").mkdir(mode=0o000)
-    monkeypatch.setenv("DCP_FIX_CACHE", str(tmp_path / place))
-    plugin.register()
-    if not place.startswith("locked") or os.geteuid():  # root writes anywhere
-        assert "not cached" in caplog.text
-    assert repaired() and len(unknown) == 1
-
-
-DAMAGED = [b"", b"{", b"\xff\xfe", b"3", b"[3]", b'["other"]', b"[[1]]", b"[" * 60_000, b'"k-rows"', None]
-
-
-@pytest.mark.parametrize("damage", DAMAGED, ids=range(10))
-def test_a_damaged_cache_file_is_probed_anew(unknown, monkeypatch, tmp_path, damage):
-    monkeypatch.setenv("DCP_FIX_CACHE", str(tmp_path / "cache"))
-    plugin.register()
-    (cached,) = (tmp_path / "cache/probed").iterdir()
-    if damage is None:
-        cached.unlink()
-        cached.mkdir()
-    else:
-        cached.write_bytes(damage)
-    plugin.register()
-    assert len(unknown) == 2 and repaired()
-    plugin.register()
-    assert len(unknown) == (3 if damage is None else 2)
-
-
-def test_many_processes_at_once_write_one_whole_cache_file(tmp_path):
-    code = "import sys; from pathlib import Path; from dcp_fix.plugin.plugin import keep\n"
-    code += "for _ in range(200): keep(Path(sys.argv[1]), sys.argv[2] * 9999)"
-    place = tmp_path / "probed/x.json"
-    writers = [subprocess.Popen([sys.executable, "-c", code, place, letter]) for letter in "ab"]
-    while any(writer.poll() is None for writer in writers):
-        if place.exists():
-            assert place.read_text() in ("a" * 9999, "b" * 9999)
-    assert [writer.returncode for writer in writers] == [0, 0] and list(place.parent.iterdir()) == [place]
-
-
-@pytest.mark.parametrize("error", [RuntimeError("x"), OSError("x"), KeyError("x"), RecursionError(), MemoryError()])
-def test_nothing_leaves_register(vllm, monkeypatch, caplog, error):
     vllm()
-    monkeypatch.setattr(plugin, "find_defects", raising(error))
+    monkeypatch.setattr(plugin, "find_defects", fail)
     plugin.register()
     assert f"nothing is repaired, the plugin failed: {type(error).__name__}" in caplog.text
 
 
-def test_without_vllm_or_with_a_folder_of_that_name_it_only_says_so(vllm, monkeypatch, tmp_path, caplog):
-    (tmp_path / "empty").mkdir()
-    monkeypatch.setattr(sys, "path", [str(tmp_path / "empty")])
+def test_without_vllm_it_only_says_so(vllm, monkeypatch, tmp_path, caplog):
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
     plugin.register()
     assert "there is no vllm to import" in caplog.text
-    (tmp_path / "empty/vllm").mkdir()
-    monkeypatch.setattr(plugin, "find_defects", lambda root: set())
-    plugin.register()
-    assert not any(isinstance(finder, plugin.AfterImport) for finder in sys.meta_path)
 
 
-def test_a_damaged_matrix_of_ours_is_no_reason_to_fail(unknown, monkeypatch, tmp_path, caplog):
+# --- a vLLM that is not in the matrix ---------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def unknown(vllm, monkeypatch, tmp_path):
+    """A vllm that is not in the matrix and has the defect k-rows; and how often it was probed."""
+    probed = []
+
+    def probe_target(target, *, on_cpu):
+        probed.append((target.root, on_cpu))
+        return [runner.Finding("k-rows", "defect", "", "", ""), runner.Finding("query-rows", "not-run", "why", "", "")]
+
+    monkeypatch.setattr(runner, "probe_target", probe_target)
     monkeypatch.setenv("DCP_FIX_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(matrix, "MATRIX", tmp_path / "matrix.json")
-    for damage in ("", "{}", '{"releases": [3]}'):
-        (tmp_path / "matrix.json").write_text(damage)
-        assert plugin.find_defects(tmp_path) == {"k-rows"}
-    assert caplog.text.count("the release matrix cannot be read") == 3 and len(unknown) == 1
+    vllm()
+    return probed
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
-def test_another_user_without_an_entry_and_without_a_home_starts_vllm(vllm, tmp_path):
-    root = vllm()
-    imports = "dcp_fix.plugin.plugin, dcp_fix.doctor.matrix, dcp_fix.doctor.release"
-    code = f"import logging, os, sys, {imports}\nfrom dcp_fix.plugin import plugin\nfrom dcp_fix.doctor import runner\n"
-    code += "logging.basicConfig(stream=sys.stdout, level='INFO')\nrunner.probe_target = lambda *a, **k: []\n"
-    code += "spec = plugin.importlib.util.find_spec('vllm')\nplugin.importlib.util.find_spec = lambda name: spec\n"
-    code += "os.setgroups([])\nos.setgid(54321)\nos.setuid(54321)\nplugin.register()"
-    environment = {"PYTHONPATH": f"{Path(__file__).parents[2]}:{root}", "PATH": os.environ["PATH"]}
-    done = subprocess.run([sys.executable, "-B", "-c", code], env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert (
-        "not cached" in done.stdout or "the plugin failed: PermissionError" in done.stdout
-    )  # it may not even read vLLM
+def test_it_is_probed_once_and_again_when_it_has_changed(unknown, tmp_path, caplog):
+    assert plugin.find_defects(tmp_path) == plugin.find_defects(tmp_path) == {"k-rows"}
+    assert unknown == [(tmp_path, True)] and "query-rows is unknown: why" in caplog.text
+    (tmp_path / "vllm/models/deepseek_v32/attention.py").write_text("# patched by hand\n")
+    plugin.find_defects(tmp_path)
+    assert len(unknown) == 2
+
+
+@pytest.mark.parametrize("place", ["file", "file/below", "/dev/null/below", "/proc/self/below", None])
+def test_a_cache_folder_that_cannot_be_written_only_costs_the_next_start(unknown, monkeypatch, tmp_path, caplog, place):
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("DCP_FIX_CACHE", str(tmp_path / place) if place else "")
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", lambda: Path("~nobody-of-this-name").expanduser())  # a user without a home
+    plugin.register()
+    assert "not cached" in caplog.text and ours(imported(ATTENTION).fused_norm_rope) and len(unknown) == 1
+
+
+DAMAGE = [b"", b"\xff\xfe", b"3", b'["other"]', b"[[1]]", b"{}", b"[" * 60_000, b'"k-rows"', os.mkfifo, os.mkdir]
+
+
+@pytest.mark.parametrize("damage", DAMAGE, ids=range(len(DAMAGE)))
+def test_a_damaged_cache_file_is_probed_anew_and_one_that_is_no_file_is_not_waited_for(unknown, tmp_path, damage):
+    plugin.find_defects(tmp_path)
+    (cached,) = (tmp_path / "cache/probed").iterdir()
+    if callable(damage):
+        cached.unlink()
+        damage(cached)
+    else:
+        cached.write_bytes(damage)
+    assert plugin.find_defects(tmp_path) == {"k-rows"} and len(unknown) == 2
+    plugin.find_defects(tmp_path)
+    assert len(unknown) == (3 if damage is os.mkdir else 2)

@@ -342,7 +342,7 @@ MUTANTS = [
     # --- verify, compare, the doctor ---
     ("dcp_fix/verify/free.py", "LOGITS_APART = 0.05", "LOGITS_APART = 0.1", VERIFY),
     ("dcp_fix/verify/free.py", "min(first_token + 1,", "min(first_token,", VERIFY),
-    ("dcp_fix/compare/compare.py", "(math.isnan(x) and math.isnan(y))", "math.isnan(x) or math.isnan(y)", COMPARE),
+    ("dcp_fix/compare/compare.py", "(x is None) != (y is None)", "x is None and y is None", COMPARE),
     ("dcp_fix/compare/answers.py", "Field(ge=0, lt=1 << 63)", "Field(lt=1 << 63)", HOSTILE),
     ("dcp_fix/compare/answers.py", "except (ValueError, RecursionError):", "except RecursionError:", HOSTILE),
     (
