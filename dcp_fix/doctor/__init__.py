@@ -8,7 +8,6 @@
     leash.py      ends the child and all that it started
     probes/       what is asked of a target, one module per part of it
     serve_*.py    a `vllm serve` command, read as the target's own parser would    nothing of it is executed
-    symptom.py    from what a user sees to the probe that can tell
     reach.py      who runs the module that the probes look at
     report.py     the command: table, JSON, exit status
     matrix.py     the recorded report over all releases
