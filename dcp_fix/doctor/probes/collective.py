@@ -1,4 +1,4 @@
-"""Probe 7: what the target's communicator does when its NCCL cannot be loaded, and whether this environment's can.
+"""What the target's communicator does when its NCCL cannot be loaded, and whether this environment's can.
 
 The target's `PyNcclCommunicator` is constructed for two ranks while its NCCL library refuses to load, and handed to the
 target's `CudaCommunicator.reduce_scatter`, with every torch.empty poisoned. Good is an error at either step, or the sum
@@ -9,6 +9,7 @@ Which symbols the target asks of NCCL is found by loading its wrapper on a libra
 environment's NCCL is looked for where vLLM looks (nccl.py).
 """
 
+import contextlib
 from types import SimpleNamespace
 
 import torch
@@ -79,18 +80,19 @@ def contribution():
     return torch.arange(ROWS * 3, dtype=torch.float32).view(ROWS, 3)
 
 
-class torch_distributed_sums:
+@contextlib.contextmanager
+def torch_distributed_sums():
     """`torch.distributed.reduce_scatter_tensor` of two ranks that hold the same input, seen from rank 0."""
+    real = torch.distributed.reduce_scatter_tensor
 
-    def __enter__(self):
-        self.real = torch.distributed.reduce_scatter_tensor
-        torch.distributed.reduce_scatter_tensor = self.sum
-
-    def __exit__(self, *exc):
-        torch.distributed.reduce_scatter_tensor = self.real
-
-    def sum(self, output, input, *arguments, **options):
+    def summed(output, input, *arguments, **options):
         output.copy_(RANKS * input[: output.shape[0]])
+
+    torch.distributed.reduce_scatter_tensor = summed
+    try:
+        yield
+    finally:
+        torch.distributed.reduce_scatter_tensor = real
 
 
 # --- NCCL -------------------------------------------------------------------------------------------------------------
@@ -137,24 +139,21 @@ def about_nccl(wrapper, environment) -> tuple[bool, str]:
     return not missing, f"{wanted}, and {nccl.describe(loaded, missing, nccl.installed_nccl())}"
 
 
-def silent_collective(modules, environment, progress) -> tuple[str, str]:
-    """`environment`: the VLLM_* variables of the caller, which the target itself does not see."""
+def silent_collective(modules, environment: dict[str, str], progress) -> tuple[str, str]:
+    """`environment`: the caller's settings of NCCL, which the target itself does not see."""
     pynccl, wrapper, communicators = modules
     progress("symbols wanted of NCCL", control=True)
     enough, about = about_nccl(wrapper, environment)
     progress("reduce_scatter of a disabled communicator", control=True)
     made = disabled_communicator(pynccl)
-    if made.raised:
-        return ("ok" if enough else "defect"), f"a communicator without NCCL raises {one_line(made.raised)}; {about}"
-    result = reduce_scatter(communicators, made.value)
-    if isinstance(result.raised, AttributeError | TypeError | NameError):
+    result = made if made.raised else reduce_scatter(communicators, made.value)
+    if not made.raised and isinstance(result.raised, AttributeError | TypeError | NameError):
         raise NotRun(f"reduce_scatter asks its collaborators for something new: {one_line(result.raised)}")
     if result.raised:
-        return ("ok" if enough else "defect"), f"reduce_scatter without NCCL raises {one_line(result.raised)}; {about}"
+        where = "a communicator without NCCL" if made.raised else "reduce_scatter without NCCL"
+        return ("ok" if enough else "defect"), f"{where} raises {one_line(result.raised)}; {about}"
     if torch.equal(result.value, RANKS * contribution()[: ROWS // RANKS]):
         return ("ok" if enough else "defect"), f"reduce_scatter without NCCL gives the right sum; {about}"
     what = "unwritten memory" if result.value.isnan().any() else "a wrong sum"
-    return (
-        "defect",
-        f"without NCCL the communicator disables itself silently and reduce_scatter returns {what}; {about}",
-    )
+    silent = "without NCCL the communicator disables itself silently and reduce_scatter returns"
+    return "defect", f"{silent} {what}; {about}"

@@ -17,7 +17,6 @@ from dcp_fix.doctor.world import World
 from dcp_fix.repairs.signature import changes
 
 KERNELS = ("vllm.models.deepseek_v32.common.kernels", "vllm.models.deepseek_v32.nvidia.kernels")
-HELPERS = ("vllm.utils.", "vllm.envs", "vllm.v1.", "vllm.model_executor.warmup.")
 # Formats of out-of-tree plugins register themselves there; with none registered vLLM's own function answers None.
 STAND_INS = {"vllm.config.cache": module(get_kv_cache_dtype_handler=lambda name: None)}
 

@@ -1,4 +1,4 @@
-"""Probe 6: the target's own merge of partial attention outputs, on rows and ranks without a key.
+"""The target's own merge of partial attention outputs, on rows and ranks without a key.
 
 Two ranks are run one after the other through `cp_lse_ag_out_rs` (all-gather the LSE, rescale, reduce-scatter) and
 `dcp_a2a_lse_reduce` (exchange, merge locally), in both log bases. A rank without a key reports -inf, +inf (FlashMLA) or
@@ -10,14 +10,15 @@ The base that each backend declares is read from its source, without running it.
 compiled kernel itself.
 """
 
-import ast
 import contextlib
 import inspect
 import math
+import re
+from pathlib import Path
 
 import torch
 
-from dcp_fix.doctor.attempt import NotRun, attempt, one_line
+from dcp_fix.doctor.attempt import NotRun, attempt, judged, one_line
 from dcp_fix.doctor.unwritten import unwritten_memory_is_nan
 from dcp_fix.doctor.world import World
 
@@ -26,6 +27,7 @@ BACKENDS = {
     "FlashMLA sparse": "vllm/v1/attention/backends/mla/flashmla_sparse.py",
     "FlashInfer sparse": "vllm/v1/attention/backends/mla/flashinfer_mla_sparse.py",
 }
+BASE_2 = re.compile(r"^ +lse_base_on_e\b[^=\n]*= *False\b", re.M)
 WORLD, HEADS, DIM = 2, 2, 8
 NAN, INF = math.nan, math.inf
 # (what, [(sum of exp(logit), output) of each rank], the merged output); a sum of 0 means no key, and gives lse -inf
@@ -143,29 +145,18 @@ def find_merges(world: World) -> dict:
     return found
 
 
-def bases(root) -> str:
-    """'FlashMLA sparse natural, FlashInfer sparse base 2': the `lse_base_on_e` that each backend class declares."""
+def bases(root: Path) -> str:
+    """'FlashMLA sparse natural, FlashInfer sparse base 2': what each backend says; the class of all says natural."""
     parts = []
     for name, path in BACKENDS.items():
         if (root / path).is_file():
-            source = (root / path).read_text(encoding="utf-8", errors="replace")
-            parts.append(f"{name} {'base 2' if declares_base_2(ast.parse(source)) else 'natural'}")
+            base_2 = BASE_2.search((root / path).read_text(encoding="utf-8", errors="replace"))
+            parts.append(f"{name} {'base 2' if base_2 else 'natural'}")
     return ", ".join(parts)
 
 
-def declares_base_2(tree) -> bool:
-    """Whether a class sets `lse_base_on_e = False`; the base class of every backend says True."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.AnnAssign | ast.Assign):
-            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            named = any(isinstance(t, ast.Name) and t.id == "lse_base_on_e" for t in targets)
-            if named and isinstance(node.value, ast.Constant) and node.value.value is False:
-                return True
-    return False
-
-
 def empty_rows(merges, root, device, progress) -> tuple[str, str]:
-    """Probe 6, as (verdict, evidence)."""
+    """(verdict, evidence)"""
     found = []
     for name, (function, run) in merges.items():
         for natural in (True, False):
@@ -177,10 +168,5 @@ def empty_rows(merges, root, device, progress) -> tuple[str, str]:
                 raise NotRun(f"{name} raises {one_line(result.raised)}")
             base = "natural log" if natural else "base 2"
             found += [f"{name} ({base}): {fault}" for fault in faults(*result.value, natural)]
-    declared = bases(root)
-    if found:
-        return "defect", "; ".join(found[:3]) + (f"; and {len(found) - 3} more" if len(found) > 3 else "")
-    return (
-        "ok",
-        f"{' and '.join(merges)} drop ranks without a key and give (0, -inf) for empty rows; declared base: {declared}",
-    )
+    good = f"{' and '.join(merges)} drop ranks without a key and give (0, -inf) for empty rows"
+    return judged(found, f"{good}; declared base: {bases(root)}")
