@@ -124,14 +124,9 @@ def run_child(request: dict, probes: list[str], deadline: float, on_cpu: bool) -
     with os.fdopen(reader, "rb") as pipe, os.fdopen(held, "wb", buffering=0) as lifeline:
         try:
             child = subprocess.Popen(
-                command,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                pass_fds=[leash, writer],
-                env=child_environment(on_cpu),
-                start_new_session=True,
-            )
+                command, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+                pass_fds=[leash, writer], env=child_environment(on_cpu), start_new_session=True,
+            )  # fmt: skip
         finally:
             os.close(writer)
             os.close(leash)

@@ -41,6 +41,7 @@ WITHOUT_EFFECT = (
     ("--block-size",), ("--compilation-config", "-cc"), ("--optimization-level", "-O"), ("--speculative-config", "-sc"),
 )  # fmt: skip
 BY_NAME = {r"glm5(?!next|v|\d{3})": "GlmMoeDsaForCausalLM", "deepseekv32": "DeepseekV32ForCausalLM"}
+DIRECT = "VLLM_USE_DIRECT_DCP_A2A"
 SHELL_ONLY = re.compile(r"^(&&?|\|\|?|;|\d?>.*|<.*)$")
 ASSIGNMENT = re.compile(r"^([A-Za-z_]\w*)=(.*)$", re.S)
 OPTION = re.compile(r"^--?[A-Za-z]")
@@ -207,7 +208,7 @@ def facts(command: Command, root: Path) -> dict[str, Fact]:
     o, model = command.options, architecture(command.options)
     comm, backend, cache = combine(o, model, root), attention_backend(o), o.cache or "auto"
     fp8 = None if cache in ("auto", "nvfp4_ds_mla") else cache.startswith("fp8")
-    direct = command.environment.get("VLLM_USE_DIRECT_DCP_A2A")
+    direct = command.environment.get(DIRECT, "1")  # on by itself where the GPUs share symmetric memory
     disabled = disabled_by(command.environment)
     prefill = "avoids the dense prefill" if o.force_mqa else "is not given: short prompts take the dense prefill"
     return {
@@ -221,10 +222,7 @@ def facts(command: Command, root: Path) -> dict[str, Fact]:
         "ag_rs": is_named(comm, "ag_rs", "the combine", "depends on the model"),
         "a2a": is_named(comm, "a2a", "the combine", "depends on the model"),
         "nccl": (True, disabled or "wrong where vLLM's NCCL does not load, as its log says"),
-        "direct": (
-            direct is None or direct.lower() in TRUE,
-            f"VLLM_USE_DIRECT_DCP_A2A={shown(direct, 20)}" if direct else "direct where GPUs share symmetric memory",
-        ),
+        "direct": (direct.lower() in TRUE, f"{DIRECT}={shown(direct, 20)}"),
     }
 
 

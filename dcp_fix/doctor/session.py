@@ -70,10 +70,6 @@ class Session:
         theirs = kernel_run.load_kernel(self.kernel_world).fused_norm_rope
         return launcher.launcher(theirs) if KERNEL_DEFECTS & set(self.fixes) else theirs
 
-    @functools.cached_property
-    def op(self):
-        return workspace.load_op(self.root)
-
 
 def on_kernel(probe: Callable) -> Callable:
     """A probe of probes/kernel.py as a function of (session, progress)."""
@@ -81,6 +77,16 @@ def on_kernel(probe: Callable) -> Callable:
     def run(session: Session, progress: Callable) -> Verdict:
         with session.kernel_world:
             return probe(session.launcher, session.device, progress)
+
+    return run
+
+
+def in_world(probe: Callable, real: tuple[str, ...] = (), stand_ins: Callable[[], dict] = dict) -> Callable:
+    """The same of a probe that takes (session, world, progress)."""
+
+    def run(session: Session, progress: Callable) -> Verdict:
+        with session.world(real, stand_ins()) as world:
+            return probe(session, world, progress)
 
     return run
 
@@ -99,22 +105,23 @@ def split_workspace(session: Session, progress: Callable) -> Verdict:
     """Measured on a GPU; without one the recorded result is quoted."""
     if session.device == "cpu":
         return "not-run", workspace_record.workspace_sentence(session.version)
-    return workspace.split_workspace(session.op, progress)
+    return workspace.split_workspace(workspace.load_op(session.root), progress)
 
 
-def empty_rows(session: Session, progress: Callable) -> Verdict:
-    """The merges of partial outputs."""
-    with session.world() as world:
-        return merge.empty_rows(merge.find_merges(world), session.root, session.device, progress)
+def empty_rows(session: Session, world: World, progress: Callable) -> Verdict:
+    return merge.empty_rows(merge.find_merges(world), session.device, progress)
 
 
-def silent_collective(session: Session, progress: Callable) -> Verdict:
+def direct_a2a_layout(session: Session, world: World, progress: Callable) -> Verdict:
+    return dcp_layout.direct_a2a_layout(dcp_layout.load_manager(world), progress)
+
+
+def silent_collective(session: Session, world: World, progress: Callable) -> Verdict:
     """The communicators, one of which is disabled."""
-    with session.world(collective.REAL, collective.stand_ins()) as world:
-        modules = collective.load_communicators(world)
-        if "silent-collective" in session.fixes:
-            repairs.refuse_disabled(modules[2])
-        return collective.silent_collective(modules, session.environment, progress)
+    modules = collective.load_communicators(world)
+    if "silent-collective" in session.fixes:
+        repairs.refuse_disabled(modules[2])
+    return collective.silent_collective(modules, session.environment, progress)
 
 
 def flashinfer_workspace(session: Session, progress: Callable) -> Verdict:
@@ -123,20 +130,14 @@ def flashinfer_workspace(session: Session, progress: Callable) -> Verdict:
         return flashinfer.flashinfer_workspace(world, progress)
 
 
-def direct_a2a_layout(session: Session, progress: Callable) -> Verdict:
-    """Where the DCP manager sends a strided partial output."""
-    with session.world() as world:
-        return dcp_layout.direct_a2a_layout(dcp_layout.load_manager(world), progress)
-
-
-RUN = {
+RUN: dict[str, Callable] = {
     "query-rows": on_kernel(kernel.query_rows),
     "combine-routing": combine_routing,
     "k-rows": on_kernel(kernel.k_rows),
     "owner-only-writes": on_kernel(kernel.owner_only_writes),
     "split-workspace": split_workspace,
-    "empty-rows": empty_rows,
-    "silent-collective": silent_collective,
+    "empty-rows": in_world(empty_rows),
+    "silent-collective": in_world(silent_collective, collective.REAL, collective.stand_ins),
     "flashinfer-workspace": flashinfer_workspace,
-    "direct-a2a-layout": direct_a2a_layout,
+    "direct-a2a-layout": in_world(direct_a2a_layout),
 }

@@ -102,21 +102,19 @@ class Run:
 
     def _attributes(self) -> dict:
         norm = SimpleNamespace(weight=None, variance_epsilon=1e-6)
-        rotary = SimpleNamespace(cos_sin_cache=torch.zeros(4, ROPE))
         parallel = SimpleNamespace(decode_context_parallel_size=self.dcp, cp_kv_cache_interleave_size=1)
+        off = ("skip_topk", "pcp_shard_decode_requests", "_fp8_query", "_fp8_kv_needs_view")
         return dict(
+            **dict.fromkeys(off, False),
+            **dict.fromkeys(("indexer", "hisparse_cache"), None),
+            **dict.fromkeys(("num_heads", "num_local_heads"), HEADS),
+            **dict.fromkeys(("q_a_layernorm", "kv_a_layernorm"), norm),
+            **dict.fromkeys(("_k_scale", "_q_scale", "kv_cache"), torch.ones(1)),
             layer_name=LAYER,
             impl=self.backend,
             dcp_manager=self.manager,
-            indexer=None,
-            skip_topk=False,
             topk_indices_buffer=torch.zeros(PADDED, 1, dtype=torch.int32),
-            hisparse_cache=None,
-            kv_cache=torch.zeros(1),
             kv_cache_dtype="fp8_ds_mla",
-            pcp_shard_decode_requests=False,
-            num_heads=HEADS,
-            num_local_heads=HEADS,
             q_lora_rank=QUERY,
             kv_lora_rank=LATENT,
             qk_rope_head_dim=ROPE,
@@ -126,16 +124,10 @@ class Run:
             fused_qkv_a_proj=lambda hidden: (torch.ones(PADDED, QUERY + LATENT + ROPE),),
             q_b_proj=lambda query: (torch.ones(PADDED, HEADS * (NOPE + ROPE)),),
             o_proj=self.project,
-            q_a_layernorm=norm,
-            kv_a_layernorm=norm,
-            rotary_emb=rotary,
+            rotary_emb=SimpleNamespace(cos_sin_cache=torch.zeros(4, ROPE)),
             W_UK_T=torch.ones(HEADS, NOPE, LATENT),
             W_UV=torch.full((HEADS, LATENT, VALUE), 1 / LATENT),
-            _k_scale=torch.ones(1),
             _k_scale_float=1.0,
-            _q_scale=torch.ones(1),
-            _fp8_query=False,
-            _fp8_kv_needs_view=False,
             _index_rope_interleave=True,
             _vllm_config=SimpleNamespace(parallel_config=parallel),
         )
