@@ -6,7 +6,9 @@ Standard output holds the tables, or with `--json -` the JSON and nothing else; 
 error.
 """
 
+import os
 import sys
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 
 from rich.console import Console
@@ -66,7 +68,7 @@ def examine(
             who = reach(target.root).how
             findings, notes = probe_target(target), [target.note] if target.note else []
             if with_plugin:
-                findings, said = repaired(target, findings)
+                findings, said = repaired(target, findings, command.environment if command else os.environ)
                 notes.append(said)
             title = target.name if release is None else name
             report = Report(title, target.version, findings, notes=tuple(notes), reach=who)
@@ -75,12 +77,22 @@ def examine(
         return Report(shown(name), None, [finding(p, "not-run", str(error)) for p in PROBES], error=str(error))
 
 
-def repaired(target: Target, findings: list[Finding]) -> tuple[list[Finding], str]:
+def repaired(target: Target, findings: list[Finding], environment: Mapping[str, str]) -> tuple[list[Finding], str]:
     """(the findings with the plugin applied, what it does)"""
     fixes = [f.id for f in findings if f.verdict == "defect" and f.id in REPAIRED]
     if not fixes:
         return findings, "the plugin does nothing"
-    return probe_target(target, fixes=fixes), f"with the plugin, which repairs: {', '.join(fixes)}"
+    said = f"with the plugin, which repairs: {', '.join(fixes)}"
+    return probe_target(target, fixes=fixes), f"{said}; but {kept}" if (kept := kept_out(environment)) else said
+
+
+def kept_out(environment: Mapping[str, str]) -> str | None:
+    """What in an environment keeps vLLM from loading the plugin, None where nothing does."""
+    allowed, switch = environment.get("VLLM_PLUGINS"), environment.get("DCP_FIX_PLUGIN", "1")
+    if allowed is not None and "dcp_fix" not in allowed.split(","):
+        return f"this environment will not load it: VLLM_PLUGINS={shown(allowed)}"
+    off = switch.lower() in ("0", "false", "off", "no")
+    return f"this environment switches it off: DCP_FIX_PLUGIN={switch}" if off else None
 
 
 def with_answers(report: Report, command: serving.Command, target: Target) -> Report:
@@ -132,8 +144,9 @@ def main(targets: list[str], *, releases=(), with_plugin=False, serve_args=None,
     jobs = [*((t, None) for t in targets), *((None, r) for r in releases)] or [(None, None)]
     errors, reports = Console(stderr=True), []
     for spec, release in jobs:
-        what = shown(spec or "the vLLM of this environment" if release is None else release)
-        with errors.status(Text(f"examining {what}")):
+        fetched = f"{release}, whose wheel is downloaded first (300 MB) unless it is in the cache"
+        what = spec or "the vLLM of this environment" if release is None else fetched
+        with errors.status(Text(f"examining {shown(what)}")):
             reports.append(examine(spec, release=release, with_plugin=with_plugin, command=command))
     try:
         output.deliver(json, [report.as_json() for report in reports], print_tables, reports)

@@ -231,6 +231,77 @@ def test_a_target_that_hangs_takes_what_it_started_with_it(tmp_path):
     assert "time limit" in findings["k-rows"].evidence and gone(pid_file.read_text())
 
 
+def test_a_target_that_kills_its_parent_and_loops_is_ended(tmp_path):
+    pid_file = tmp_path / "pid"
+    code = f"import os, signal, time\nopen({str(pid_file)!r}, 'w').write(str(os.getpid()))\n"
+    code += "os.setsid()\nos.kill(os.getppid(), signal.SIGKILL)\nwhile True: pass\n"
+    findings = examine(doctor_targets.folder(tmp_path, code), time_limit=20.0)
+    assert set(verdicts(findings).values()) == {"not-run"} and "SIGKILL" in findings["k-rows"].evidence
+    for _ in range(1000):
+        if not gone(pid_file.read_text()):
+            time.sleep(0.01)  # killed, and on its way
+    assert gone(pid_file.read_text())
+
+
+def test_no_setting_of_the_caller_stands_on_a_command_line(tmp_path, monkeypatch):
+    monkeypatch.setenv("VLLM_API_KEY", "a-secret")
+    monkeypatch.setenv("VLLM_NCCL_SO_PATH", "a-secret-place")
+    code = "import os\nfor pid in (os.getpid(), os.getppid()):\n"
+    code += "    for what in ('cmdline', 'environ'):\n"
+    code += "        assert b'a-secret' not in open(f'/proc/{pid}/{what}', 'rb').read()\n"
+    findings = examine(doctor_targets.folder(tmp_path, code + SOUND))
+    assert set(verdicts(findings).values()) == {"ok"}, findings["k-rows"].evidence
+
+
+def test_causes_that_form_a_circle_end(tmp_path):
+    code = "a, b = ValueError('a'), ValueError('b')\na.__cause__, b.__cause__ = b, a\nraise a\n"
+    findings = examine(doctor_targets.folder(tmp_path, code), time_limit=20.0)
+    assert "ValueError" in findings["k-rows"].evidence and "time limit" not in findings["k-rows"].evidence
+
+
+@pytest.mark.parametrize("place", [doctor_targets.KERNELS, "vllm/model_executor/models/registry.py"])
+def test_a_source_that_no_parser_holds_is_a_target_that_cannot_be_read(tmp_path, place, capsys):
+    files = {"vllm/models/deepseek_v32/__init__.py": "", place: "x = " + "-" * 100_000 + "1"}
+    path, sound = doctor_targets.folder(tmp_path / "deep", files=files), doctor_targets.folder(tmp_path / "sound")
+    assert report.main([str(path), str(sound)], json="-") == 2
+    deep, other = json.loads(capsys.readouterr().out)
+    assert {probe["verdict"] for probe in deep["probes"]} == {"not-run"}
+    assert {probe["verdict"] for probe in other["probes"]} == {"ok"}
+
+
+def test_no_escape_of_a_target_s_registry_reaches_the_terminal(tmp_path, capsys):
+    registry = "x = {'GlmMoeDsaForCausalLM': ('\\x1b[2Jv2', 'A')}"
+    path = doctor_targets.folder(
+        tmp_path, broken("if slot >= 0:", "if True:"), files={"vllm/model_executor/models/registry.py": registry}
+    )
+    assert report.main([str(path)]) == 1
+    said = capsys.readouterr().out
+    assert "\\x1b[2Jv2" in "".join(said.split()) and "\x1b[2J" not in said
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "says"),
+    [
+        ("VLLM_PLUGINS", "other", "but this environment will not load it: VLLM_PLUGINS=other"),
+        ("VLLM_PLUGINS", "", "but this environment will not load it: VLLM_PLUGINS="),
+        ("VLLM_PLUGINS", "other,dcp_fix", None),
+        ("DCP_FIX_PLUGIN", "Off", "but this environment switches it off: DCP_FIX_PLUGIN=Off"),
+        ("DCP_FIX_PLUGIN", "1", None),
+    ],
+)
+def test_a_plugin_that_this_environment_keeps_out_is_said_to_be(monkeypatch, tmp_path, setting, value, says):
+    monkeypatch.setattr(report, "probe_target", lambda target, **how: [runner.finding(PROBES[0], "defect", "x")])
+    target = str(doctor_targets.folder(tmp_path))
+    monkeypatch.setenv(setting, value)
+    (note,) = report.examine(target, with_plugin=True).notes
+    assert note.startswith("with the plugin, which repairs: query-rows")
+    assert note.endswith(says or "query-rows")
+    if says:
+        monkeypatch.delenv(setting)
+        command = report.serving.parsed(f"{setting}={value} vllm serve x")
+        assert says in report.examine(target, with_plugin=True, command=command).notes[0]
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
 def test_a_signal_ends_the_command_with_all_that_it_started(tmp_path, number):
     pid_file = tmp_path / "pid"

@@ -8,6 +8,7 @@ import struct
 import subprocess
 import sys
 import tarfile
+import time
 import zipfile
 from pathlib import Path
 
@@ -107,11 +108,23 @@ def test_where_the_files_disagree_it_is_said(tmp_path, own, beside, version, say
     assert found == version and (note is None) == (says is None) and (says or "") in (note or "")
 
 
+def test_only_regular_files_are_read_for_a_version(tmp_path, monkeypatch):
+    doctor_targets.folder(tmp_path / "site")
+    os.mkfifo(tmp_path / "site/vllm/_version.py")
+    assert version_of(tmp_path / "site") == ("9.9.9", None)
+    (tmp_path / "site/vllm-9.9.9.dist-info/METADATA").unlink()
+    os.mkfifo(tmp_path / "site/vllm-9.9.9.dist-info/METADATA")
+    checkout = doctor_targets.folder(tmp_path / "checkout")
+    monkeypatch.syspath_prepend(tmp_path / "site")
+    monkeypatch.syspath_prepend(checkout)
+    assert "hides the vLLM of unknown version that is installed in" in opening.installed().note
+
+
 def test_truncated_and_damaged_wheels(tmp_path):
     path = doctor_targets.wheel(tmp_path / "v.whl")
     whole = path.read_bytes()
     path.write_bytes(whole[: len(whole) // 2])
-    assert "damaged or truncated" in refusal(path)
+    assert "damaged or truncated wheel (no zip archive); delete it and fetch it again" in refusal(path)
     at = whole.index(b"kernels.py") + 40  # inside the compressed kernel
     path.write_bytes(whole[:at] + bytes(b ^ 0xFF for b in whole[at : at + 60]) + whole[at + 60 :])
     assert "damaged or truncated" in refusal(path)
@@ -359,6 +372,46 @@ def test_a_user_without_a_home_is_told_what_to_set(monkeypatch):
     monkeypatch.setenv("DCP_FIX_CACHE", "/dev/null/x")
     with pytest.raises(TargetError, match="set DCP_FIX_CACHE"):
         release.fetch_release("0.29.0")
+
+
+FAKE_PIP = """
+import os, subprocess, sys, time
+if sys.argv[-1] == "asks":
+    sys.exit(f"ERROR: heard {sys.stdin.read()!r}, {os.environ['TMPDIR']}")
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(999)"])
+open(os.environ["PIDS"], "w").write(f"{os.getpid()} {child.pid}")
+time.sleep(999)
+"""
+
+
+@pytest.fixture
+def fake_pip(tmp_path, monkeypatch):
+    """A module of pip's name that asks, or hangs with a child of its own; the file that then names both."""
+    (tmp_path / "pip.py").write_text(FAKE_PIP)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("PIDS", str(tmp_path / "pids"))
+    return tmp_path / "pids"
+
+
+def test_pip_asks_nothing_and_works_in_our_folder(fake_pip, tmp_path):
+    status, _, why = release.pip("asks", folder=str(tmp_path))
+    assert status == 1 and f"heard '', {tmp_path}" in why
+
+
+def test_pip_has_one_deadline_and_leaves_nobody(fake_pip, monkeypatch, tmp_path):
+    monkeypatch.setattr(release, "DEADLINE_S", 5.0)
+    monkeypatch.setenv("DCP_FIX_CACHE", str(tmp_path / "cache"))
+    with pytest.raises(TargetError, match="did not end within 5 s"):
+        release.fetch_release("0.29.0")
+    for pid in fake_pip.read_text().split():
+        while Path(f"/proc/{pid}/stat").exists() and Path(f"/proc/{pid}/stat").read_text().split()[2] not in "ZX":
+            time.sleep(0.01)  # killed, and on its way
+    assert list((tmp_path / "cache").iterdir()) == []
+
+
+def test_an_empty_release_is_not_the_installed_vllm(capsys):
+    assert report.main([], releases=[""]) == 2
+    assert "--release '': not a version like 0.29.0" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
