@@ -3,14 +3,11 @@
 `World(root, real, stand_ins)` answers every import of `vllm` and its submodules while it is open:
 
 - a module in `stand_ins` is the object given there;
-- a module that matches `real` is the target's own file, executed;
+- a module that matches `real` is the target's own file, executed; no `__init__.py` is;
 - anything else, and any name inside it, is a `Missing`: it can be imported, stand in an annotation and be a base class,
   and raises `StandInReached` with its own name as soon as somebody calls it, reads it or asks whether it is true.
 
-What stands in for a module never answers what it does not know, see stand_ins.py. No `__init__.py` of the target is
-executed.
-
-Runs in the child process only, see `runner.py`. It confines nothing: the target's code is executed.
+It confines nothing: the target's code is executed with the caller's rights.
 """
 
 import importlib
@@ -20,6 +17,7 @@ import importlib.util
 import sys
 import types
 from pathlib import Path
+from unittest import mock
 
 from dcp_fix.doctor.stand_ins import Missing, default_stand_ins
 
@@ -62,16 +60,13 @@ class World(importlib.abc.MetaPathFinder):
         self.stand_ins = {**default_stand_ins(), **(stand_ins or {})}
 
     def __enter__(self):
-        import torch
-
-        self.compile, torch.compile = torch.compile, _not_compiled
+        self.compile = mock.patch("torch.compile", _not_compiled)
+        self.compile.start()
         sys.meta_path.insert(0, self)
         return self
 
     def __exit__(self, *exc):
-        import torch
-
-        torch.compile = self.compile
+        self.compile.stop()
         sys.meta_path.remove(self)
         for name in [n for n in sys.modules if self._mine(n) and not n.startswith(LOADED_ONCE)]:
             del sys.modules[name]

@@ -16,6 +16,7 @@ from dcp_fix.base import process
 from dcp_fix.doctor import report, runner
 from dcp_fix.doctor.opening import folder
 from dcp_fix.doctor.probes import PROBES
+from dcp_fix.doctor.reach import reach
 from tests import doctor_targets
 from tests.doctor_targets import SOUND
 from tests.tools.heeding import heed_signals
@@ -276,7 +277,7 @@ def test_no_escape_of_a_target_s_registry_reaches_the_terminal(tmp_path, capsys)
     )
     assert report.main([str(path)]) == 1
     said = capsys.readouterr().out
-    assert "\\x1b[2Jv2" in "".join(said.split()) and "\x1b[2J" not in said
+    assert "\\x1b[2Jv2" in "".join(said.split()) and "\x1b[2J" not in said + reach(path).how
 
 
 @pytest.mark.parametrize(

@@ -393,7 +393,18 @@ def fake_pip(tmp_path, monkeypatch):
     return tmp_path / "pids"
 
 
-def test_pip_asks_nothing_and_works_in_our_folder(fake_pip, tmp_path):
+@pytest.fixture
+def typed():
+    """Standard input holds a line, as where somebody sits at a terminal."""
+    (reader, writer), saved = os.pipe(), os.dup(0)
+    os.write(writer, b"typed")
+    os.close(writer)
+    os.dup2(reader, 0)
+    yield
+    os.dup2(saved, 0)
+
+
+def test_pip_asks_nothing_and_works_in_our_folder(fake_pip, typed, tmp_path):
     status, _, why = release.pip("asks", folder=str(tmp_path))
     assert status == 1 and f"heard '', {tmp_path}" in why
 

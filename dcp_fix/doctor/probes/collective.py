@@ -9,8 +9,8 @@ Which symbols the target asks of NCCL is found by loading its wrapper on a libra
 environment's NCCL is looked for where vLLM looks (nccl.py).
 """
 
-import contextlib
 from types import SimpleNamespace
+from unittest import mock
 
 import torch
 
@@ -71,7 +71,7 @@ def reduce_scatter(communicators, pynccl_comm):
     communicator = object.__new__(communicators.CudaCommunicator)
     fields = dict(world_size=RANKS, rank_in_group=0, rank=0, pynccl_comm=pynccl_comm, device_group=None, ca_comm=None)
     vars(communicator).update(fields)
-    with unwritten_memory_is_nan(), torch_distributed_sums():
+    with unwritten_memory_is_nan(), mock.patch.object(torch.distributed, "reduce_scatter_tensor", two_ranks_sum):
         return attempt(lambda: communicator.reduce_scatter(contribution(), dim=0))
 
 
@@ -80,19 +80,9 @@ def contribution():
     return torch.arange(ROWS * 3, dtype=torch.float32).view(ROWS, 3)
 
 
-@contextlib.contextmanager
-def torch_distributed_sums():
+def two_ranks_sum(output, input, *arguments, **options):
     """`torch.distributed.reduce_scatter_tensor` of two ranks that hold the same input, seen from rank 0."""
-    real = torch.distributed.reduce_scatter_tensor
-
-    def summed(output, input, *arguments, **options):
-        output.copy_(RANKS * input[: output.shape[0]])
-
-    torch.distributed.reduce_scatter_tensor = summed
-    try:
-        yield
-    finally:
-        torch.distributed.reduce_scatter_tensor = real
+    output.copy_(RANKS * input[: output.shape[0]])
 
 
 # --- NCCL -------------------------------------------------------------------------------------------------------------
@@ -101,7 +91,7 @@ def torch_distributed_sums():
 class Library:
     """A library that exports every symbol but one."""
 
-    def __init__(self, without: str | None):
+    def __init__(self, without: str):
         self.without = without
 
     def __getattr__(self, symbol):
@@ -113,16 +103,13 @@ class Library:
 def required_symbols(wrapper) -> list[str]:
     """The symbols without which the target's NCCLLibrary refuses to load."""
     names = [function.name for function in wrapper.NCCLLibrary.exported_functions]
-    return [name for name in names if not loads(wrapper, Library(without=name))]
+    return [name for name in names if not loads_without(wrapper, name)]
 
 
-def loads(wrapper, library) -> bool:
-    """Whether the target's NCCLLibrary accepts `library`."""
-    real, wrapper.ctypes = wrapper.ctypes, SimpleNamespace(CDLL=lambda path: library)
-    try:
-        return attempt(lambda: wrapper.NCCLLibrary(f"probe-{id(library)}")).raised is None
-    finally:
-        wrapper.ctypes = real
+def loads_without(wrapper, symbol: str) -> bool:
+    """Whether the target's NCCLLibrary accepts a library that lacks a symbol."""
+    with mock.patch.object(wrapper, "ctypes", SimpleNamespace(CDLL=lambda path: Library(symbol))):
+        return attempt(lambda: wrapper.NCCLLibrary(f"without {symbol}")).raised is None
 
 
 def about_nccl(wrapper, environment) -> tuple[bool, str]:
