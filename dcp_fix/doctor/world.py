@@ -21,6 +21,7 @@ from unittest import mock
 
 from dcp_fix.doctor.stand_ins import Missing, default_stand_ins
 
+WARMUP = "vllm.model_executor.warmup."  # holds decorators of kernels
 # They register types and operators with torch, which refuses a second time: loaded once, and kept between probes.
 LOADED_ONCE = ("vllm.utils.", "vllm.envs")
 
@@ -60,6 +61,7 @@ class World(importlib.abc.MetaPathFinder):
         self.stand_ins = {**default_stand_ins(), **(stand_ins or {})}
 
     def __enter__(self):
+        self.aside = {name: sys.modules.pop(name) for name in self._loaded()}  # a vLLM that was imported before
         self.compile = mock.patch("torch.compile", _not_compiled)
         self.compile.start()
         sys.meta_path.insert(0, self)
@@ -68,8 +70,12 @@ class World(importlib.abc.MetaPathFinder):
     def __exit__(self, *exc):
         self.compile.stop()
         sys.meta_path.remove(self)
-        for name in [n for n in sys.modules if self._mine(n) and not n.startswith(LOADED_ONCE)]:
+        for name in self._loaded():
             del sys.modules[name]
+        sys.modules.update(self.aside)
+
+    def _loaded(self) -> list[str]:
+        return [name for name in sys.modules if self._mine(name) and not name.startswith(LOADED_ONCE)]
 
     def _mine(self, name):
         return name == "vllm" or name.startswith("vllm.") or name.split(".")[0] in self.stand_ins
@@ -103,6 +109,12 @@ class World(importlib.abc.MetaPathFinder):
     def load(self, name: str) -> types.ModuleType:
         """Execute the target's module `name` and what it imports."""
         return importlib.import_module(name)
+
+
+def load_module(root: Path, name: str, stand_ins: dict[str, types.ModuleType]) -> types.ModuleType:
+    """The module `name` of the vLLM in `root`, alone among stand-ins."""
+    with World(root, (name, WARMUP), stand_ins) as world:
+        return world.load(name)
 
 
 def _not_compiled(function=None, **options):
