@@ -327,12 +327,6 @@ def doctor(
     release: Annotated[list[str] | None, typer.Option(help="A release on PyPI, such as 0.29.0 (repeatable).")] = None,
     with_plugin: Annotated[bool, typer.Option("--with-plugin", help="Probe again with the plugin applied.")] = False,
     serve_args: Annotated[str | None, typer.Option(help="Arguments of `vllm serve` to check, as one string.")] = None,
-    symptom: Annotated[
-        bool, typer.Option("--symptom", help="Ask what you see, and name the probes that can tell, or another cause.")
-    ] = False,
-    answers: Annotated[
-        str | None, typer.Option(help="Answers for --symptom, as looks=nan,dcp1=no or as JSON; then nothing is asked.")
-    ] = None,
     json: Output = None,
 ) -> None:
     """Say which of the defects a vLLM has, by running its own code in a child process. No GPU needed.
@@ -344,10 +338,6 @@ def doctor(
     from dcp_fix.doctor import report
 
     paths = [str(target) for target in targets or ()]
-    if symptom or answers is not None:
-        from dcp_fix.doctor import symptom_report
-
-        raise typer.Exit(symptom_report.main(paths, releases=release or (), answers=answers, json=json and str(json)))
     raise typer.Exit(
         report.main(
             paths, releases=release or (), with_plugin=with_plugin, serve_args=serve_args, json=json and str(json)

@@ -32,6 +32,14 @@ def attempt(call) -> Outcome:
 
 def one_line(error: BaseException) -> str:
     """`TypeError: message`, of the innermost cause, on one line of at most 200 characters and without addresses."""
-    while error.__cause__ is not None:
+    seen = set()
+    while error.__cause__ is not None and error not in seen:  # causes may form a circle
+        seen.add(error)
         error = error.__cause__
     return " ".join(f"{type(error).__name__}: {error}".split())[:200]
+
+
+def judged(found: list[str], good: str) -> tuple[str, str]:
+    """(verdict, evidence): at most three of the sentences that were found, and how many more there are."""
+    more = f"; and {len(found) - 3} more" if len(found) > 3 else ""
+    return ("defect", "; ".join(found[:3]) + more) if found else ("ok", good)

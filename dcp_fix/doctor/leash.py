@@ -19,24 +19,30 @@ import signal
 import time
 from collections.abc import Callable
 
-PR_SET_CHILD_SUBREAPER = 36
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 PATIENCE = 5.0  # seconds for killed processes to go
 
 
 def leashed(lifeline: int, keep: int, work: Callable[[], None]) -> None:
     """Does not return. `keep` is a file descriptor that the child alone holds."""
-    with contextlib.suppress(OSError, AttributeError):  # no such call: the process group is all there is
-        ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    prctl(PR_SET_CHILD_SUBREAPER, 1)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     child = os.fork()
     if child == 0:
         os.close(lifeline)
+        prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # a target may kill its parent, which would end it
         work()
         os._exit(0)
     os.close(keep)
     status = wait(child, lifeline)
     end_all()
     leave(status)
+
+
+def prctl(option: int, value: int) -> None:
+    """Linux's prctl(2); where there is no such call, the process group is all there is."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0)
 
 
 def wait(child: int, lifeline: int) -> int | None:

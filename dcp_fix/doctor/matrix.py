@@ -10,28 +10,22 @@ the digests of its files, not by its version: a patched 0.30.0 is not 0.30.0.
 """
 
 import hashlib
+import json
 import platform
 import re
-import subprocess
 import sys
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Literal
 
-from pydantic import Field
-
-from dcp_fix.base.bounded import MIB, read_json
-from dcp_fix.base.schema import Schema, allowed, checked
-from dcp_fix.doctor.messages import Verdict
 from dcp_fix.doctor.opening import opened
 from dcp_fix.doctor.probes import PROBES
 from dcp_fix.doctor.probes.workspace_record import RECORDED, workspace_verdict
 from dcp_fix.doctor.reach import reach
-from dcp_fix.doctor.release import fetch_release
+from dcp_fix.doctor.release import fetch_release, pip
+from dcp_fix.doctor.runner import probe_target
 from dcp_fix.doctor.target import TargetError
 
 MATRIX = Path(__file__).parent / "release_matrix.json"
-LARGEST = 4 * MIB
 FIRST = (0, 26, 0)
 # The files that decide the probes which the plugin acts upon; a release has some of them.
 DECISIVE = (
@@ -45,46 +39,12 @@ DECISIVE = (
 SYMBOLS = {"ok": "ok", "defect": "**defect**", "not-applicable": "n/a", "not-run": "not run"}
 
 
-class Reached(Schema):
-    """Who runs the module that the probes of the kernel and of the layer look at, as reach.py tells it."""
-
-    default: bool | None = allowed("true, false or null")
-    short: str = allowed("text")
-    how: str = allowed("text")
-
-
-class Row(Verdict):
-    """A finding of the doctor, as its JSON has it."""
-
-    reference: str = allowed("text")
-    remedy: str = allowed("text")
-
-
-class Release(Schema):
-    """One release; `files`: digests of those of DECISIVE that it has."""
-
-    target: str = allowed("text")
-    version: str = allowed("a final version", pattern=r"^\d+\.\d+\.\d+$")
-    reach: Reached = allowed("an object")
-    probes: list[Row] = allowed(f"{len(PROBES)} findings", min_length=len(PROBES), max_length=len(PROBES))
-    files: dict[Literal[DECISIVE], Annotated[str, Field(pattern="^[0-9a-f]{64}$")]] = allowed("SHA256 by file")
-
-
-class Matrix(Schema):
-    """The whole file."""
-
-    command: str = allowed("a command line")
-    versions: dict[str, str] = allowed("an object of versions")
-    releases: list[Release] = allowed("a list of releases, not empty", min_length=1)
-
-
 def published_releases() -> list[str]:
     """Final releases from FIRST on, oldest first, as pip finds them."""
-    command = [sys.executable, "-m", "pip", "index", "versions", "vllm", "--only-binary=:all:"]
-    run = subprocess.run(command, capture_output=True, text=True)
-    listed = re.search(r"Available versions: (.*)", run.stdout)
-    if not listed:
-        raise TargetError(f"pip lists no releases of vllm: {(run.stderr.strip().splitlines() or ['no reason'])[-1]}")
+    status, said, why = pip("index", "versions", "vllm", "--only-binary=:all:")
+    listed = re.search(r"Available versions: (.*)", said)
+    if status or not listed:
+        raise TargetError(f"pip lists no releases of vllm: {why}")
     versions = [v for v in listed[1].split(", ") if re.fullmatch(r"\d+\.\d+\.\d+", v)]
     return sorted((v for v in versions if numbers(v) >= FIRST), key=numbers)
 
@@ -103,19 +63,14 @@ def digests(root: Path) -> dict[str, str]:
 
 def entry(version: str) -> dict:
     """One release as the matrix holds it."""
-    from dcp_fix.doctor.report import examine
-
-    report = examine(None, release=version)
-    if report.error:
-        raise TargetError(report.error)
+    print(f"probing {version}", file=sys.stderr)
     with opened(str(fetch_release(version))) as target:
-        files, who = digests(target.root), reach(target.root)
-    probes = [asdict(probe) for probe in report.probes]
-    reached = {"default": who.default, "short": who.short, "how": who.how}
-    return {"target": report.target, "version": report.version, "reach": reached, "probes": probes, "files": files}
+        probes = [asdict(probe) for probe in probe_target(target)]
+        who, files = asdict(reach(target.root)), digests(target.root)
+    return {"target": f"vllm=={version}", "version": version, "reach": who, "probes": probes, "files": files}
 
 
-def record():
+def record() -> None:
     """Without a GPU: probe every release and write the matrix. With one: the workspace of every release instead."""
     import torch
     import triton
@@ -124,19 +79,12 @@ def record():
 
     versions = dict(python=platform.python_version(), torch=torch.__version__, triton=triton.__version__)
     result = {"command": "python -m dcp_fix.doctor.matrix", "versions": versions}
-    entries = []
-    for version in published_releases():
-        print(f"probing {version}", file=sys.stderr)
-        entries.append(entry(version))
-    path = MATRIX
-    if torch.cuda.is_available():
-        path, result["hardware"] = RECORDED, torch.cuda.get_device_name()
-        result["releases"] = {release["version"]: workspace_of(release) for release in entries}
-    else:
-        result["releases"] = entries
-    if path == MATRIX:
-        checked(Matrix, result, "what was found")
-    write_json(path, result)
+    entries = [entry(version) for version in published_releases()]
+    if not torch.cuda.is_available():
+        write_json(MATRIX, {**result, "releases": entries})
+        return
+    workspaces = {release["version"]: workspace_of(release) for release in entries}
+    write_json(RECORDED, {**result, "hardware": torch.cuda.get_device_name(), "releases": workspaces})
 
 
 def workspace_of(release: dict) -> dict:
@@ -149,10 +97,8 @@ def workspace_of(release: dict) -> dict:
 
 
 def load() -> dict:
-    """The committed matrix. Raises UserError for a damaged file of ours; FileNotFoundError."""
-    loaded = read_json(MATRIX, LARGEST)
-    checked(Matrix, loaded, f"dcp_fix's own {MATRIX.name}")
-    return loaded
+    """The committed matrix."""
+    return json.loads(MATRIX.read_text(encoding="utf-8"))
 
 
 def recorded_defects(root: Path) -> set[str] | None:
@@ -169,7 +115,7 @@ def markdown() -> str:
 
     The second column says who runs the module that the probes of the kernel and of the attention layer look at.
     """
-    ids = [probe.id for probe in PROBES if probe.needs != "serve-args"]
+    ids = [probe.id for probe in PROBES]
     lines = [f"| vLLM | module reached | {' | '.join(ids)} |", "|" + " --- |" * (len(ids) + 2)]
     for release in load()["releases"]:
         verdicts = {probe["id"]: probe["verdict"] for probe in release["probes"]}

@@ -24,8 +24,7 @@ def opened(spec: str | None) -> Iterator[Target]:
     if spec is None:
         yield installed()
         return
-    kind = kind_of(spec)
-    if kind == "folder":
+    if is_folder(spec):
         yield folder(Path(spec))
         return
     try:
@@ -36,13 +35,11 @@ def opened(spec: str | None) -> Iterator[Target]:
         yield Target(shown(spec), Path(place), unpack(Path(spec), Path(place)))
 
 
-def kind_of(spec: str) -> str:
-    """'folder' or 'file'. TargetError for anything else, and for what no file system takes."""
+def is_folder(spec: str) -> bool:
+    """Whether it is a folder, and not a file. TargetError for anything else, and for what no file system takes."""
     try:
-        if Path(spec).is_dir():
-            return "folder"
-        if Path(spec).is_file():
-            return "file"
+        if Path(spec).is_dir() or Path(spec).is_file():
+            return Path(spec).is_dir()
         why = "is no file or folder" if Path(spec).exists() else "no such file or folder"
     except (OSError, ValueError) as error:
         why = f"no path ({error.strerror if isinstance(error, OSError) else error})"
@@ -68,9 +65,10 @@ def installed() -> Target:
 def distribution_elsewhere(package: Path) -> str | None:
     """A sentence about an installed vllm whose files are not those that are imported."""
     for distribution in importlib.metadata.distributions(name="vllm"):
-        place, version = Path(distribution.locate_file("vllm")), distribution.metadata.get("Version")
-        if version and (place / "__init__.py").is_file() and place.resolve() != package.resolve():
-            return f"{package} is imported, and hides the vLLM {shown(version, 60)} that is installed in {place}"
+        place = Path(str(distribution.locate_file("vllm")))
+        if (place / "__init__.py").is_file() and place.resolve() != package.resolve():
+            version = version_of(place.parent)[0] or "of unknown version"
+            return f"{package} is imported, and hides the vLLM {version} that is installed in {place}"
     return None
 
 

@@ -7,12 +7,17 @@ architecture is mapped to it, so that a default user of these releases never run
 """
 
 import ast
+import re
 from dataclasses import dataclass
 from pathlib import Path
+
+from dcp_fix.base.errors import shown
+from dcp_fix.doctor.target import TargetError
 
 REGISTRY = "vllm/model_executor/models/registry.py"
 ENGINE = "vllm/engine/arg_utils.py"
 MODULE = "vllm/models/deepseek_v32"
+MODELS = "vllm/model_executor/models/config.py"
 FLASHMLA = "vllm/v1/attention/backends/mla/flashmla_sparse.py"
 ARCHITECTURES = ("DeepseekV32ForCausalLM", "GlmMoeDsaForCausalLM")
 OVERRIDES = "--model-class-overrides"
@@ -29,7 +34,7 @@ class Reach:
 
 
 def reach(root: Path) -> Reach:
-    """How the module of the vLLM at `root` is reached."""
+    """How the module of the vLLM at `root` is reached. Raises TargetError for a registry that is no Python."""
     if not (root / MODULE).is_dir():
         return Reach(False, "no such module", "this vLLM has no vllm/models/deepseek_v32")
     served = serving(root)
@@ -45,16 +50,16 @@ def reach(root: Path) -> Reach:
 
 
 def serving(root: Path) -> dict[str, str]:
-    """{architecture: module that serves it}, from the dictionaries of the registry."""
+    """{architecture: module that serves it}, as the registry has it. TargetError for one that is no Python."""
     found = {}
     try:
         tree = ast.parse(text_of(root / REGISTRY))
-    except (SyntaxError, ValueError, RecursionError):
-        return found
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise TargetError(f"{shown(root)}: {REGISTRY} is no Python ({type(error).__name__})") from None
     for table in (node for node in ast.walk(tree) if isinstance(node, ast.Dict)):
         for key, value in zip(table.keys, table.values, strict=True):
             if isinstance(key, ast.Constant) and key.value in ARCHITECTURES and isinstance(value, ast.Tuple):
-                found[key.value] = str(getattr(value.elts[0], "value", "")) if value.elts else ""
+                found[key.value] = shown(getattr(value.elts[0], "value", "")) if value.elts else ""
     return {name: found[name] for name in ARCHITECTURES if name in found}
 
 
@@ -62,6 +67,13 @@ def returns_lse(root: Path) -> bool:
     """Whether FLASHMLA_SPARSE, Hopper's backend, can take part in a combine."""
     source = text_of(root / FLASHMLA).replace(" ", "").replace(":bool", "")
     return "can_return_lse_for_decode=True" in source
+
+
+def glm_comm_backend(root: Path) -> str:
+    """The DCP communication backend that this vLLM picks for GLM-5: ag_rs where it says nothing."""
+    glm = re.search(r"class GlmMoeDsa\w+\(.*?(?=\nclass |\Z)", text_of(root / MODELS), re.S)
+    chosen = re.search(r"comm_backend\s*=\s*['\"](\w+)['\"]", glm[0]) if glm else None
+    return chosen[1] if chosen else "ag_rs"
 
 
 def text_of(path: Path) -> str:

@@ -1,12 +1,15 @@
 """The command `dcp-fix doctor`: which targets, what is printed, which exit status.
 
 Exit status: 0 no defect, 1 a defect, 2 a target that cannot be read, or whose code could not be run by a probe that
-needs nothing but the target. The highest of all targets counts. Standard output holds the tables, or with `--json -`
-the JSON and nothing else; errors and progress go to standard error.
+needs nothing but the target. The highest of all targets counts; what a command reaches changes nothing about it.
+Standard output holds the tables, or with `--json -` the JSON and nothing else; errors and progress go to standard
+error.
 """
 
+import os
 import sys
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
 
 from rich.console import Console
 from rich.table import Table
@@ -14,12 +17,14 @@ from rich.text import Text
 
 from dcp_fix.base import output
 from dcp_fix.base.errors import escaped, shown, shown_lines
+from dcp_fix.doctor import serve_args as serving
 from dcp_fix.doctor.opening import opened
 from dcp_fix.doctor.probes import PROBES
+from dcp_fix.doctor.probes.workspace_record import workspace_verdict
 from dcp_fix.doctor.reach import PROBED, reach
 from dcp_fix.doctor.release import fetch_release
 from dcp_fix.doctor.runner import Finding, finding, probe_target
-from dcp_fix.doctor.target import TargetError
+from dcp_fix.doctor.target import Target, TargetError
 from dcp_fix.repairs.repairs import REPAIRED
 
 COLOURS = {"ok": "green", "defect": "bold red", "not-applicable": "dim", "not-run": "yellow"}
@@ -27,7 +32,10 @@ COLOURS = {"ok": "green", "defect": "bold red", "not-applicable": "dim", "not-ru
 
 @dataclass(frozen=True)
 class Report:
-    """One target. `error` is set where nothing of it could be read; `notes`: what else there is to know of it."""
+    """One target. `error` is set where nothing of it could be read; `notes`: what else there is to know of it.
+
+    `served`: which defects a `vllm serve` command reaches, None where none was given.
+    """
 
     target: str
     version: str | None
@@ -35,11 +43,13 @@ class Report:
     error: str | None = None
     notes: tuple[str, ...] = ()
     reach: str | None = None
+    served: list[serving.Answer] | None = None
 
     def as_json(self) -> dict:
         probes = [asdict(probe) for probe in self.probes]
         head = {"target": self.target, "version": self.version, "reach": self.reach, "notes": list(self.notes)}
-        return {**head, "probes": probes}
+        served = self.served and [asdict(answer) for answer in self.served]
+        return {**head, "probes": probes, "serve_args": served}
 
     def status(self) -> int:
         by_itself = {probe.id for probe in PROBES if not probe.needs}
@@ -48,22 +58,52 @@ class Report:
         return int(any(f.verdict == "defect" for f in self.probes))
 
 
-def examine(spec: str | None, *, release: str | None = None, with_plugin: bool = False, serve_args=None) -> Report:
+def examine(
+    spec: str | None, *, release: str | None = None, with_plugin: bool = False, command: serving.Command | None = None
+) -> Report:
     """The report of one target: a path, a release, or (both None) the vLLM of this environment. Never raises for it."""
-    name = f"vllm=={release}" if release else spec or "installed"
+    name = spec or "installed" if release is None else f"vllm=={release}"
     try:
-        with opened(str(fetch_release(release)) if release else spec) as target:
+        with opened(spec if release is None else str(fetch_release(release))) as target:
             who = reach(target.root).how
-            findings, notes = probe_target(target, serve_args=serve_args), [target.note] if target.note else []
+            findings, notes = probe_target(target), [target.note] if target.note else []
             if with_plugin:
-                fixes = [f.id for f in findings if f.verdict == "defect" and f.id in REPAIRED]
-                findings = probe_target(target, fixes=fixes, serve_args=serve_args) if fixes else findings
-                notes.append(
-                    f"with the plugin, which repairs: {', '.join(fixes)}" if fixes else "the plugin does nothing"
-                )
-            return Report(name if release else target.name, target.version, findings, notes=tuple(notes), reach=who)
+                findings, said = repaired(target, findings, command.environment if command else os.environ)
+                notes.append(said)
+            title = target.name if release is None else name
+            report = Report(title, target.version, findings, notes=tuple(notes), reach=who)
+            return report if command is None else with_answers(report, command, target)
     except TargetError as error:
         return Report(shown(name), None, [finding(p, "not-run", str(error)) for p in PROBES], error=str(error))
+
+
+def repaired(target: Target, findings: list[Finding], environment: Mapping[str, str]) -> tuple[list[Finding], str]:
+    """(the findings with the plugin applied, what it does)"""
+    fixes = [f.id for f in findings if f.verdict == "defect" and f.id in REPAIRED]
+    if not fixes:
+        return findings, "the plugin does nothing"
+    said = f"with the plugin, which repairs: {', '.join(fixes)}"
+    return probe_target(target, fixes=fixes), f"{said}; but {kept}" if (kept := kept_out(environment)) else said
+
+
+def kept_out(environment: Mapping[str, str]) -> str | None:
+    """What in an environment keeps vLLM from loading the plugin, None where nothing does."""
+    allowed, switch = environment.get("VLLM_PLUGINS"), environment.get("DCP_FIX_PLUGIN", "1")
+    if allowed is not None and "dcp_fix" not in allowed.split(","):
+        return f"this environment will not load it: VLLM_PLUGINS={shown(allowed)}"
+    off = switch.lower() in ("0", "false", "off", "no")
+    return f"this environment switches it off: DCP_FIX_PLUGIN={switch}" if off else None
+
+
+def with_answers(report: Report, command: serving.Command, target: Target) -> Report:
+    """The report with the defects that the command reaches; for the workspace what was recorded on a GPU counts."""
+    defects = [f.id for f in report.probes if f.verdict == "defect"]
+    verdicts = {f.id: f.verdict for f in report.probes}
+    if verdicts.get("split-workspace") == "not-run" and workspace_verdict(target.version) == "defect":
+        defects.append("split-workspace")
+    unread = f"not looked at in --serve-args: {', '.join(command.not_read)}" if command.not_read else ""
+    notes = (*report.notes, *([unread] if unread else []))
+    return replace(report, notes=notes, served=serving.reached(command, defects, target.root))
 
 
 # --- output -----------------------------------------------------------------------------------------------------------
@@ -77,7 +117,7 @@ def print_tables(reports: list[Report]):
 
 
 def print_table(console: Console, report: Report):
-    """One target: a table, then a line per defect with its remedy."""
+    """One target: a table, then a line per defect with its remedy, and whether the given command reaches it."""
     version = report.version or "of unknown version"
     console.print(Text(f"{escaped(report.target)}  (vLLM {version})"), soft_wrap=True)
     caption = Text("\n".join(map(escaped, report.notes))) if report.notes else None
@@ -87,28 +127,27 @@ def print_table(console: Console, report: Report):
     for probe in report.probes:
         table.add_row(probe.id, f"[{COLOURS[probe.verdict]}]{probe.verdict}[/]", Text(escaped(probe.evidence)))
     console.print(table)
-    for probe in report.probes:
-        if probe.verdict == "defect":
-            console.print(f"{probe.id}: {probe.remedy} ({probe.reference})", highlight=False, markup=False)
+    lines = [f"{f.id}: {f.remedy} ({f.reference})" for f in report.probes if f.verdict == "defect"]
     looked_at = {probe.id for probe in PROBES if probe.code in PROBED}
     if report.reach and any(f.verdict == "defect" and f.id in looked_at for f in report.probes):
-        console.print(f"who is affected: {report.reach}", highlight=False, markup=False)
+        lines.append(f"who is affected: {report.reach}")
+    lines += [f"{answer.id} with these arguments: {answer.reach} ({answer.why})" for answer in report.served or ()]
+    for line in lines:
+        console.print(escaped(line), highlight=False, markup=False)
     console.print()
 
 
-def main(targets, *, releases=(), with_plugin=False, serve_args=None, json: str | None = None) -> int:
+def main(targets: list[str], *, releases=(), with_plugin=False, serve_args=None, json: str | None = None) -> int:
     """Examine every target in turn; returns the exit status."""
-    if serve_args is not None:
-        from dcp_fix.doctor.probes.arguments import checked
-
-        checked(serve_args)  # a mistake in them is the caller's, and is said before any probe runs
+    command = None if serve_args is None else serving.parsed(serve_args)
     output.check(json)
     jobs = [*((t, None) for t in targets), *((None, r) for r in releases)] or [(None, None)]
     errors, reports = Console(stderr=True), []
     for spec, release in jobs:
-        what = shown(release or spec or "the vLLM of this environment")
-        with errors.status(Text(f"examining {what}")):
-            reports.append(examine(spec, release=release, with_plugin=with_plugin, serve_args=serve_args))
+        fetched = f"{release}, whose wheel is downloaded first (300 MB) unless it is in the cache"
+        what = spec or "the vLLM of this environment" if release is None else fetched
+        with errors.status(Text(f"examining {shown(what)}")):
+            reports.append(examine(spec, release=release, with_plugin=with_plugin, command=command))
     try:
         output.deliver(json, [report.as_json() for report in reports], print_tables, reports)
     finally:

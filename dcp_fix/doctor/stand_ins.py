@@ -67,37 +67,15 @@ def _unknown(owner, name):
 class QuietLogger(logging.Logger):
     """vLLM's logger has three methods more than Python's."""
 
-    def _once(self, *args, **kwargs):
-        return None
-
-    debug_once = info_once = warning_once = _once
+    debug_once = info_once = warning_once = lambda self, *args, **kwargs: None
 
 
 class Hopper:
     """`vllm.platforms.current_platform` of one kind of machine: CUDA, compute capability 9.0, no PDL."""
 
-    def is_cuda(self):
-        return True
-
-    def is_cuda_alike(self):
-        return True
-
-    def is_rocm(self):
-        return False
-
-    def is_xpu(self):
-        return False
-
-    def is_cpu(self):
-        return False
-
-    def is_arch_support_pdl(self):
-        return False
-
-    def is_pin_memory_available(self):
-        return False
-
     simple_compile_backend = "eager"
+    is_cuda = is_cuda_alike = lambda self: True
+    is_rocm = is_xpu = is_cpu = is_arch_support_pdl = is_pin_memory_available = lambda self: False
 
     def is_device_capability_family(self, capability):
         return capability == 90
@@ -116,10 +94,9 @@ def default_stand_ins() -> dict[str, types.ModuleType]:
 
     logger = QuietLogger("target")
     logger.addHandler(logging.NullHandler())
-    platform = module(current_platform=Hopper())
     return {
         "vllm.triton_utils": module(triton=triton, tl=tl, tldevice=libdevice, HAS_TRITON=True),
-        "vllm.platforms": platform,
+        "vllm.platforms": module(current_platform=Hopper()),
         "vllm.logger": module(init_logger=lambda name: logger, logger=logger),
         "transformers": module(),
     }

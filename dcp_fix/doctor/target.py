@@ -4,10 +4,12 @@ A version is read as text, from `vllm/_version.py` and from the vllm-*.dist-info
 agree the code's own word counts, and `Target.note` says so; several dist-info and no word of the code give no version.
 """
 
+import os
 import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from dcp_fix.base import bounded
 from dcp_fix.base.errors import UserError, shown
 
 METADATA_VERSION = re.compile(r"^Version:[ \t]*(\S+)", re.MULTILINE)
@@ -49,11 +51,11 @@ def public(version: str | None) -> str | None:
 
 
 def version_in(path: Path, pattern: re.Pattern) -> str | None:
-    """What `pattern` finds at the beginning of a file, printable; None where there is no such file."""
+    """What `pattern` finds at the beginning of a file, printable; None where there is no regular file."""
     try:
-        with open(path, "rb") as file:
+        with os.fdopen(bounded.opened(path), "rb") as file:
             return version_from(file.read(LONGEST), pattern)
-    except OSError:
+    except (OSError, UserError):
         return None
 
 

@@ -3,14 +3,11 @@
 `World(root, real, stand_ins)` answers every import of `vllm` and its submodules while it is open:
 
 - a module in `stand_ins` is the object given there;
-- a module that matches `real` is the target's own file, executed;
+- a module that matches `real` is the target's own file, executed; no `__init__.py` is;
 - anything else, and any name inside it, is a `Missing`: it can be imported, stand in an annotation and be a base class,
   and raises `StandInReached` with its own name as soon as somebody calls it, reads it or asks whether it is true.
 
-What stands in for a module never answers what it does not know, see stand_ins.py. No `__init__.py` of the target is
-executed.
-
-Runs in the child process only, see `runner.py`. It confines nothing: the target's code is executed.
+It confines nothing: the target's code is executed with the caller's rights.
 """
 
 import importlib
@@ -20,9 +17,11 @@ import importlib.util
 import sys
 import types
 from pathlib import Path
+from unittest import mock
 
 from dcp_fix.doctor.stand_ins import Missing, default_stand_ins
 
+WARMUP = "vllm.model_executor.warmup."  # holds decorators of kernels
 # They register types and operators with torch, which refuses a second time: loaded once, and kept between probes.
 LOADED_ONCE = ("vllm.utils.", "vllm.envs")
 
@@ -62,19 +61,21 @@ class World(importlib.abc.MetaPathFinder):
         self.stand_ins = {**default_stand_ins(), **(stand_ins or {})}
 
     def __enter__(self):
-        import torch
-
-        self.compile, torch.compile = torch.compile, _not_compiled
+        self.aside = {name: sys.modules.pop(name) for name in self._loaded()}  # a vLLM that was imported before
+        self.compile = mock.patch("torch.compile", _not_compiled)
+        self.compile.start()
         sys.meta_path.insert(0, self)
         return self
 
     def __exit__(self, *exc):
-        import torch
-
-        torch.compile = self.compile
+        self.compile.stop()
         sys.meta_path.remove(self)
-        for name in [n for n in sys.modules if self._mine(n) and not n.startswith(LOADED_ONCE)]:
+        for name in self._loaded():
             del sys.modules[name]
+        sys.modules.update(self.aside)
+
+    def _loaded(self) -> list[str]:
+        return [name for name in sys.modules if self._mine(name) and not name.startswith(LOADED_ONCE)]
 
     def _mine(self, name):
         return name == "vllm" or name.startswith("vllm.") or name.split(".")[0] in self.stand_ins
@@ -108,6 +109,12 @@ class World(importlib.abc.MetaPathFinder):
     def load(self, name: str) -> types.ModuleType:
         """Execute the target's module `name` and what it imports."""
         return importlib.import_module(name)
+
+
+def load_module(root: Path, name: str, stand_ins: dict[str, types.ModuleType]) -> types.ModuleType:
+    """The module `name` of the vLLM in `root`, alone among stand-ins."""
+    with World(root, (name, WARMUP), stand_ins) as world:
+        return world.load(name)
 
 
 def _not_compiled(function=None, **options):

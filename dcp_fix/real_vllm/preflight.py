@@ -1,8 +1,7 @@
 """What would ruin or refuse the ladder in real vLLM, found before anything boots; every refusal names its remedy.
 
-Checked: vLLM and the plugin's entry point are installed, there are GPUs enough, the release accepts the sizes, heads
-and backend (the doctor's rules, read from its source), and vLLM's NCCL wrapper is not disabled: reduce-scatter would
-return unwritten memory in silence.
+Checked: vLLM and the plugin's entry point are installed, there are GPUs enough, and vLLM's NCCL wrapper is not
+disabled: reduce-scatter would return unwritten memory in silence.
 
 It does not: check memory, the driver, or whether the model can be downloaded.
 """
@@ -32,7 +31,6 @@ def check(serve_args: str, gpus: int, plugin: bool) -> dict:
     if plugin:
         check_plugin()
     check_gpus(gpus)
-    check_rules(serve_args, root)
     return {"vllm": version(root), "nccl": check_nccl() if gpus > 1 else None}
 
 
@@ -79,16 +77,6 @@ def gpu_count() -> int:
     import torch
 
     return torch.cuda.device_count()
-
-
-def check_rules(serve_args: str, root: Path) -> None:
-    """The doctor's rules about sizes, heads per rank, backend and communication."""
-    from dcp_fix.doctor.probes.arguments import checked
-    from dcp_fix.doctor.probes.configuration import configuration
-
-    verdict, evidence = configuration(checked(serve_args), root)
-    if verdict == "defect":
-        raise UserError(f"this vLLM would refuse the run: {evidence}")
 
 
 def check_nccl() -> dict:

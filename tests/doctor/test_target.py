@@ -8,6 +8,7 @@ import struct
 import subprocess
 import sys
 import tarfile
+import time
 import zipfile
 from pathlib import Path
 
@@ -107,11 +108,23 @@ def test_where_the_files_disagree_it_is_said(tmp_path, own, beside, version, say
     assert found == version and (note is None) == (says is None) and (says or "") in (note or "")
 
 
+def test_only_regular_files_are_read_for_a_version(tmp_path, monkeypatch):
+    doctor_targets.folder(tmp_path / "site")
+    os.mkfifo(tmp_path / "site/vllm/_version.py")
+    assert version_of(tmp_path / "site") == ("9.9.9", None)
+    (tmp_path / "site/vllm-9.9.9.dist-info/METADATA").unlink()
+    os.mkfifo(tmp_path / "site/vllm-9.9.9.dist-info/METADATA")
+    checkout = doctor_targets.folder(tmp_path / "checkout")
+    monkeypatch.syspath_prepend(tmp_path / "site")
+    monkeypatch.syspath_prepend(checkout)
+    assert "hides the vLLM of unknown version that is installed in" in opening.installed().note
+
+
 def test_truncated_and_damaged_wheels(tmp_path):
     path = doctor_targets.wheel(tmp_path / "v.whl")
     whole = path.read_bytes()
     path.write_bytes(whole[: len(whole) // 2])
-    assert "damaged or truncated" in refusal(path)
+    assert "damaged or truncated wheel (no zip archive); delete it and fetch it again" in refusal(path)
     at = whole.index(b"kernels.py") + 40  # inside the compressed kernel
     path.write_bytes(whole[:at] + bytes(b ^ 0xFF for b in whole[at : at + 60]) + whole[at + 60 :])
     assert "damaged or truncated" in refusal(path)
@@ -293,22 +306,19 @@ def test_an_unreadable_target_has_a_row_per_probe_and_status_2(tmp_path, capsys)
 @pytest.fixture
 def pip(monkeypatch, tmp_path):
     """A stand-in for pip that `leaves` these files in --dest, or fails; and an empty cache folder."""
-    calls = []
 
-    def run(command, **options):
-        calls.append(command)
-        if run.leaves is None:
-            return subprocess.CompletedProcess(command, 1, "", run.said)
-        destination = command[command.index("--dest") + 1]
-        for name in run.leaves:
-            doctor_targets.wheel(f"{destination}/{name}", files={"vllm-0.29.0.dist-info/METADATA": METADATA})
-        return subprocess.CompletedProcess(command, 0, "", "")
+    class Pip:
+        leaves, said, calls = ["vllm-0.29.0-cp38-abi3-manylinux_2_28_x86_64.whl"], "", []
 
-    run.said = "noise\nERROR: No matching distribution\n"
-    run.leaves, run.calls = ["vllm-0.29.0-cp38-abi3-manylinux_2_28_x86_64.whl"], calls
-    monkeypatch.setattr(release.subprocess, "run", run)
+    def run(*words, folder):
+        Pip.calls.append(words)
+        for name in Pip.leaves or ():
+            doctor_targets.wheel(f"{folder}/{name}", files={"vllm-0.29.0.dist-info/METADATA": METADATA})
+        return int(Pip.leaves is None), "", release.reason(Pip.said)
+
+    monkeypatch.setattr(release, "pip", run)
     monkeypatch.setenv("DCP_FIX_CACHE", str(tmp_path / "cache"))
-    return run
+    return Pip
 
 
 def test_a_release_is_downloaded_once(pip):
@@ -321,13 +331,6 @@ def test_a_release_is_downloaded_once(pip):
     assert {"2_28_x86_64", "2_31_x86_64", "2_34_x86_64", "2_35_x86_64", "2_39_x86_64"} == tags
 
 
-def test_a_refused_download_says_why_and_leaves_nothing(pip, tmp_path):
-    pip.leaves = None
-    with pytest.raises(TargetError, match=r"vllm==0.29.0: ERROR: No matching distribution"):
-        release.fetch_release("0.29.0")
-    assert list((tmp_path / "cache").iterdir()) == []
-
-
 @pytest.mark.parametrize(
     ("said", "means"),
     [
@@ -335,15 +338,27 @@ def test_a_refused_download_says_why_and_leaves_nothing(pip, tmp_path):
             "WARNING: Retrying after NewConnectionError: Failed to establish\nERROR: No matching",
             "index cannot be reached",
         ),
-        ("ERROR: Could not install: [Errno 28] No space left on device", "no space for its wheel in"),
-        ("\x1b[31mERROR: No matching distribution\x1b[0m", "pip could not download vllm==0.29.0: \\x1b[31mERROR"),
+        ("ERROR: Could not install: [Errno 28] No space left on device", "no space for the wheel"),
+        ("\x1b[31mERROR: No matching distribution\x1b[0m", "0.29.0: pip could not: \\x1b[31mERROR: No matching"),
+        ("ERROR: No matching\n\n[notice] A new release of pip: 1 -> 2\n[notice] To update", "pip could not: ERROR: No"),
+        ("ERROR: No matching\nWARNING: You are using pip version 20.0", "pip could not: ERROR: No matching"),
+        ("WARNING: 401 Error, Credentials not correct\nERROR: No matching", "index asks for a password"),
+        ("ERROR: HTTP error 500 while getting x\nERROR: 500 Server Error: x", "index fails (its error is 5xx)"),
+        ("", "pip could not: it gave no reason"),
     ],
 )
-def test_a_download_that_fails_is_named_for_what_failed(pip, said, means):
+def test_a_download_that_fails_is_named_for_what_failed_and_leaves_nothing(pip, said, means, tmp_path):
     pip.leaves, pip.said = None, said
     with pytest.raises(TargetError) as refused:
         release.fetch_release("0.29.0")
     assert means in str(refused.value) and "\x1b" not in str(refused.value)
+    assert list((tmp_path / "cache").iterdir()) == []
+
+
+@pytest.mark.parametrize("version", ["0.29", "0.29.0", "0.29.0.0", "0.29.0+cu129", "v0.29.0"])
+def test_a_release_is_the_same_however_it_is_written(pip, version):
+    assert release.fetch_release(version).name == pip.leaves[0] and pip.calls[0][-1] == "vllm==0.29.0"
+    assert release.normal("0.30.1rc2.post1") == "0.30.1rc2.post1" and release.normal("0.27.0.post1") == "0.27.0.post1"
 
 
 def test_a_user_without_a_home_is_told_what_to_set(monkeypatch):
@@ -357,6 +372,57 @@ def test_a_user_without_a_home_is_told_what_to_set(monkeypatch):
     monkeypatch.setenv("DCP_FIX_CACHE", "/dev/null/x")
     with pytest.raises(TargetError, match="set DCP_FIX_CACHE"):
         release.fetch_release("0.29.0")
+
+
+FAKE_PIP = """
+import os, subprocess, sys, time
+if sys.argv[-1] == "asks":
+    sys.exit(f"ERROR: heard {sys.stdin.read()!r}, {os.environ['TMPDIR']}")
+child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(999)"])
+open(os.environ["PIDS"], "w").write(f"{os.getpid()} {child.pid}")
+time.sleep(999)
+"""
+
+
+@pytest.fixture
+def fake_pip(tmp_path, monkeypatch):
+    """A module of pip's name that asks, or hangs with a child of its own; the file that then names both."""
+    (tmp_path / "pip.py").write_text(FAKE_PIP)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("PIDS", str(tmp_path / "pids"))
+    return tmp_path / "pids"
+
+
+@pytest.fixture
+def typed():
+    """Standard input holds a line, as where somebody sits at a terminal."""
+    (reader, writer), saved = os.pipe(), os.dup(0)
+    os.write(writer, b"typed")
+    os.close(writer)
+    os.dup2(reader, 0)
+    yield
+    os.dup2(saved, 0)
+
+
+def test_pip_asks_nothing_and_works_in_our_folder(fake_pip, typed, tmp_path):
+    status, _, why = release.pip("asks", folder=str(tmp_path))
+    assert status == 1 and f"heard '', {tmp_path}" in why
+
+
+def test_pip_has_one_deadline_and_leaves_nobody(fake_pip, monkeypatch, tmp_path):
+    monkeypatch.setattr(release, "DEADLINE_S", 5.0)
+    monkeypatch.setenv("DCP_FIX_CACHE", str(tmp_path / "cache"))
+    with pytest.raises(TargetError, match="did not end within 5 s"):
+        release.fetch_release("0.29.0")
+    for pid in fake_pip.read_text().split():
+        while Path(f"/proc/{pid}/stat").exists() and Path(f"/proc/{pid}/stat").read_text().split()[2] not in "ZX":
+            time.sleep(0.01)  # killed, and on its way
+    assert list((tmp_path / "cache").iterdir()) == []
+
+
+def test_an_empty_release_is_not_the_installed_vllm(capsys):
+    assert report.main([], releases=[""]) == 2
+    assert "--release '': not a version like 0.29.0" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

@@ -2,9 +2,7 @@
 
 import pytest
 
-from dcp_fix.doctor import matrix
-from dcp_fix.doctor.probes.arguments import checked
-from dcp_fix.doctor.probes.configuration import configuration
+from dcp_fix.doctor import matrix, serve_args
 from dcp_fix.doctor.report import examine
 
 KNOWN = {  # query-rows, combine-routing, k-rows, owner-only-writes
@@ -27,22 +25,18 @@ def test_a_wheel_gets_the_known_verdicts_and_those_of_the_matrix(version, releas
     assert report.reach == recorded["reach"]["how"]
 
 
-GLM = "zai-org/GLM-5.2 --kv-cache-dtype fp8_ds_mla "
-SERVED = {  # what each release says of a command
-    GLM + "-tp 4 -dcp 4": {"0.28.0": "returns no LSE", "0.29.0": "only ag_rs", "0.30.0": "only ag_rs"},
-    GLM + "-tp 4 -dcp 4 --dcp-comm-backend ag_rs": {"0.28.0": "returns no LSE", "0.29.0": "ok", "0.30.0": "ok"},
-    GLM + "-tp 1 -pcp 4 -dcp 4": {"0.29.0": "takes no CUDA graphs", "0.30.0": "PCP with DCP takes only ag_rs"},
-    GLM + "-tp 4 -dcp 4 --tp 4": dict.fromkeys(KNOWN, "unrecognized arguments: --tp"),
-}
-
-
-@pytest.mark.parametrize("version", KNOWN)
-def test_serve_arguments_are_read_as_the_release_reads_them(version, unpacked):
-    for line, says in SERVED.items():
-        verdict, evidence = configuration(checked(line), unpacked(version))
-        if version in says:
-            assert (verdict == "ok") is (says[version] == "ok"), evidence
-            assert says[version] in evidence or verdict == "ok", evidence
+@pytest.mark.parametrize(
+    ("version", "line", "reached"),
+    [
+        ("0.28.0", "zai-org/GLM-5.2 -dcp 4", {"query-rows": "not reached", "direct-a2a-layout": "not reached"}),
+        ("0.29.0", "zai-org/GLM-5.2 -dcp 4", {"k-rows": "reached", "direct-a2a-layout": "reached"}),
+        ("0.29.0", "deepseek-ai/DeepSeek-V3.2 -dcp 4", {"k-rows": "reached", "silent-collective": "reached"}),
+        ("0.30.0", "some/model -dcp 4", {"k-rows": "cannot tell", "direct-a2a-layout": "cannot tell"}),
+    ],
+)
+def test_what_a_command_reaches_of_a_release(version, line, reached, unpacked):
+    answers = serve_args.reached(serve_args.parsed(line), list(reached), unpacked(version))
+    assert {answer.id: answer.reach for answer in answers} == reached
 
 
 @pytest.mark.parametrize("version", KNOWN)

@@ -1,4 +1,4 @@
-"""Probe 7: what the target's communicator does when its NCCL cannot be loaded, and whether this environment's can.
+"""What the target's communicator does when its NCCL cannot be loaded, and whether this environment's can.
 
 The target's `PyNcclCommunicator` is constructed for two ranks while its NCCL library refuses to load, and handed to the
 target's `CudaCommunicator.reduce_scatter`, with every torch.empty poisoned. Good is an error at either step, or the sum
@@ -10,6 +10,7 @@ environment's NCCL is looked for where vLLM looks (nccl.py).
 """
 
 from types import SimpleNamespace
+from unittest import mock
 
 import torch
 
@@ -70,7 +71,7 @@ def reduce_scatter(communicators, pynccl_comm):
     communicator = object.__new__(communicators.CudaCommunicator)
     fields = dict(world_size=RANKS, rank_in_group=0, rank=0, pynccl_comm=pynccl_comm, device_group=None, ca_comm=None)
     vars(communicator).update(fields)
-    with unwritten_memory_is_nan(), torch_distributed_sums():
+    with unwritten_memory_is_nan(), mock.patch.object(torch.distributed, "reduce_scatter_tensor", two_ranks_sum):
         return attempt(lambda: communicator.reduce_scatter(contribution(), dim=0))
 
 
@@ -79,18 +80,9 @@ def contribution():
     return torch.arange(ROWS * 3, dtype=torch.float32).view(ROWS, 3)
 
 
-class torch_distributed_sums:
+def two_ranks_sum(output, input, *arguments, **options):
     """`torch.distributed.reduce_scatter_tensor` of two ranks that hold the same input, seen from rank 0."""
-
-    def __enter__(self):
-        self.real = torch.distributed.reduce_scatter_tensor
-        torch.distributed.reduce_scatter_tensor = self.sum
-
-    def __exit__(self, *exc):
-        torch.distributed.reduce_scatter_tensor = self.real
-
-    def sum(self, output, input, *arguments, **options):
-        output.copy_(RANKS * input[: output.shape[0]])
+    output.copy_(RANKS * input[: output.shape[0]])
 
 
 # --- NCCL -------------------------------------------------------------------------------------------------------------
@@ -99,7 +91,7 @@ class torch_distributed_sums:
 class Library:
     """A library that exports every symbol but one."""
 
-    def __init__(self, without: str | None):
+    def __init__(self, without: str):
         self.without = without
 
     def __getattr__(self, symbol):
@@ -111,16 +103,13 @@ class Library:
 def required_symbols(wrapper) -> list[str]:
     """The symbols without which the target's NCCLLibrary refuses to load."""
     names = [function.name for function in wrapper.NCCLLibrary.exported_functions]
-    return [name for name in names if not loads(wrapper, Library(without=name))]
+    return [name for name in names if not loads_without(wrapper, name)]
 
 
-def loads(wrapper, library) -> bool:
-    """Whether the target's NCCLLibrary accepts `library`."""
-    real, wrapper.ctypes = wrapper.ctypes, SimpleNamespace(CDLL=lambda path: library)
-    try:
-        return attempt(lambda: wrapper.NCCLLibrary(f"probe-{id(library)}")).raised is None
-    finally:
-        wrapper.ctypes = real
+def loads_without(wrapper, symbol: str) -> bool:
+    """Whether the target's NCCLLibrary accepts a library that lacks a symbol."""
+    with mock.patch.object(wrapper, "ctypes", SimpleNamespace(CDLL=lambda path: Library(symbol))):
+        return attempt(lambda: wrapper.NCCLLibrary(f"without {symbol}")).raised is None
 
 
 def about_nccl(wrapper, environment) -> tuple[bool, str]:
@@ -137,24 +126,21 @@ def about_nccl(wrapper, environment) -> tuple[bool, str]:
     return not missing, f"{wanted}, and {nccl.describe(loaded, missing, nccl.installed_nccl())}"
 
 
-def silent_collective(modules, environment, progress) -> tuple[str, str]:
-    """`environment`: the VLLM_* variables of the caller, which the target itself does not see."""
+def silent_collective(modules, environment: dict[str, str], progress) -> tuple[str, str]:
+    """`environment`: the caller's settings of NCCL, which the target itself does not see."""
     pynccl, wrapper, communicators = modules
     progress("symbols wanted of NCCL", control=True)
     enough, about = about_nccl(wrapper, environment)
     progress("reduce_scatter of a disabled communicator", control=True)
     made = disabled_communicator(pynccl)
-    if made.raised:
-        return ("ok" if enough else "defect"), f"a communicator without NCCL raises {one_line(made.raised)}; {about}"
-    result = reduce_scatter(communicators, made.value)
-    if isinstance(result.raised, AttributeError | TypeError | NameError):
+    result = made if made.raised else reduce_scatter(communicators, made.value)
+    if not made.raised and isinstance(result.raised, AttributeError | TypeError | NameError):
         raise NotRun(f"reduce_scatter asks its collaborators for something new: {one_line(result.raised)}")
     if result.raised:
-        return ("ok" if enough else "defect"), f"reduce_scatter without NCCL raises {one_line(result.raised)}; {about}"
+        where = "a communicator without NCCL" if made.raised else "reduce_scatter without NCCL"
+        return ("ok" if enough else "defect"), f"{where} raises {one_line(result.raised)}; {about}"
     if torch.equal(result.value, RANKS * contribution()[: ROWS // RANKS]):
         return ("ok" if enough else "defect"), f"reduce_scatter without NCCL gives the right sum; {about}"
     what = "unwritten memory" if result.value.isnan().any() else "a wrong sum"
-    return (
-        "defect",
-        f"without NCCL the communicator disables itself silently and reduce_scatter returns {what}; {about}",
-    )
+    silent = "without NCCL the communicator disables itself silently and reduce_scatter returns"
+    return "defect", f"{silent} {what}; {about}"

@@ -7,12 +7,9 @@ Under DCP the kernel is asked for its LSE, and then takes a slab of statistics o
 The target's own functions are asked how much they would allocate; on the device "meta", which holds no memory.
 """
 
-import ast
-
 import torch
 
 from dcp_fix.doctor.attempt import NotRun, attempt, one_line
-from dcp_fix.doctor.probes.rules import attribute
 from dcp_fix.doctor.stand_ins import module
 from dcp_fix.doctor.world import World
 
@@ -28,31 +25,18 @@ def slab(dcp: int, heads: int, tokens: int) -> int:
     return 8 * heads * dcp * tokens * 256 + MIB
 
 
-def returns_lse(source: str) -> bool:
-    """Whether the backend can take part in a combine at all."""
-    classes = {node.name: node for node in ast.parse(source).body if isinstance(node, ast.ClassDef)}
-    value = attribute(classes, "FlashInferMLASparseImpl", "can_return_lse_for_decode")
-    return isinstance(value, ast.Constant) and value.value is True
-
-
-def is_used(source: str, function: str) -> bool:
-    """Whether anything in the module calls `function`."""
-    calls = (node for node in ast.walk(ast.parse(source)) if isinstance(node, ast.Call))
-    return any(isinstance(call.func, ast.Name) and call.func.id == function for call in calls)
-
-
 def flashinfer_workspace(world: World, progress) -> tuple[str, str]:
     """The verdict and its evidence."""
     path = world.path_of(MODULE).with_suffix(".py")
     if not path.is_file():
         return "not-applicable", "this release has no FLASHINFER_MLA_SPARSE"
-    source = path.read_text(encoding="utf-8", errors="replace")
-    if not returns_lse(source):
-        return "not-applicable", "FLASHINFER_MLA_SPARSE of this release returns no LSE and refuses DCP"
     loaded = world.load(MODULE)
+    if not getattr(loaded.FlashInferMLASparseImpl, "can_return_lse_for_decode", False):
+        return "not-applicable", "FLASHINFER_MLA_SPARSE of this release returns no LSE and refuses DCP"
     progress("bytes of the workspace", control=True)
     needed = slab(DCP, HEADS, TOKENS)
-    grows = hasattr(loaded, "_required_workspace_bytes") and is_used(source, "_required_workspace_bytes")
+    source = path.read_text(encoding="utf-8", errors="replace")
+    grows = source.count("_required_workspace_bytes(") > 1  # defined, and called by somebody
     asked = attempt(lambda: loaded._required_workspace_bytes(DCP, HEADS, TOKENS) if grows else fixed(loaded))
     if asked.raised:
         raise NotRun(f"the workspace's size cannot be asked for: {one_line(asked.raised)}")

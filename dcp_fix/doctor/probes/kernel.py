@@ -1,4 +1,4 @@
-"""Probes 1, 3 and 4: the target's own fused norm/RoPE kernel, run on poisoned buffers.
+"""Three probes of the target's own fused norm/RoPE kernel, run on poisoned buffers.
 
 Every case runs twice: with all slots owned (the control, checked against the formulas below), then with some or all
 slots negative, as a rank sees them under DCP. A control that fails means that this is not the kernel we know, and the
@@ -9,12 +9,12 @@ answer is `not-run`; a case that fails while its control passes is the defect.
     caches  the slot's bytes                                                                  only where slot >= 0
     top-k   topk[t, :] = -1                                                                   every row, indexer layers
 
-The values inside the caches are not checked, only which bytes were touched. launch.py holds the buffers.
+The values inside the caches are not checked, only which bytes were touched. kernel_run.py holds the buffers.
 """
 
 import torch
 
-from dcp_fix.doctor.attempt import NotRun, attempt, one_line
+from dcp_fix.doctor.attempt import NotRun, attempt, judged, one_line
 from dcp_fix.doctor.probes.kernel_run import MIXED, NEGATIVE, TOKENS, TOPK, UNTOUCHED, Case, Launch, check_signature
 
 
@@ -31,13 +31,8 @@ def wrong_rows(got, want) -> tuple[list[int], list[int]]:
 
 def describe(what, rows) -> list[str]:
     """Sentences about the rows that `wrong_rows` found."""
-    unwritten, wrong = rows
-    parts = []
-    if unwritten:
-        parts.append(f"{what} of token{'s' * (len(unwritten) > 1)} {', '.join(map(str, unwritten))} never written")
-    if wrong:
-        parts.append(f"{what} of token{'s' * (len(wrong) > 1)} {', '.join(map(str, wrong))} wrong")
-    return parts
+    named = zip(rows, ("never written", "wrong"), strict=True)
+    return [f"{what} of token{'s' * (len(at) > 1)} {', '.join(map(str, at))} {how}" for at, how in named if at]
 
 
 def check_query(launch: Launch) -> list[str]:
@@ -117,13 +112,8 @@ def run_control(launcher, case: Case, check, known, device) -> list[str]:
     return [f"{case.name} (every slot owned): {message}" for message in check(launched.value)]
 
 
-def summary(found: list[str]) -> str:
-    """At most three of the findings, and how many more there are."""
-    return "; ".join(found[:3]) + (f"; and {len(found) - 3} more" if len(found) > 3 else "")
-
-
 def query_rows(launcher, device, progress) -> tuple[str, str]:
-    """Probe 1, as (verdict, evidence)."""
+    """(verdict, evidence)"""
     dense = "kv_c_out" in check_signature(launcher)
     cases = [
         Case("mixed slots", MIXED, far_positions=True),
@@ -131,13 +121,11 @@ def query_rows(launcher, device, progress) -> tuple[str, str]:
         Case("mixed slots, shared layer", MIXED, indexer=False, latent_cache="fp8_ds_mla"),
     ]
     found = run_cases(launcher, cases, check_query, device, progress)
-    if found:
-        return "defect", summary(found)
-    return "ok", f"{len(cases)} launches with mixed and all-negative slots: every query row holds RMSNorm(q)"
+    return judged(found, f"{len(cases)} launches with mixed and all-negative slots: every query row holds RMSNorm(q)")
 
 
 def k_rows(launcher, device, progress) -> tuple[str, str]:
-    """Probe 3, as (verdict, evidence)."""
+    """(verdict, evidence)"""
     if "kv_c_out" not in check_signature(launcher):
         return "not-applicable", (
             "fused_norm_rope of this release has no kv_c_out and k_pe_out: there are no dense K rows to leave unwritten"
@@ -149,13 +137,12 @@ def k_rows(launcher, device, progress) -> tuple[str, str]:
         Case("no slot mapping (memory profiling)", None, dense=True),
     ]
     found = run_cases(launcher, cases, check_dense, device, progress)
-    if found:
-        return "defect", summary(found)
-    return "ok", f"{len(cases)} launches: kv_c_out and k_pe_out hold the normed latent and the rotated key in every row"
+    good = "kv_c_out and k_pe_out hold the normed latent and the rotated key in every row"
+    return judged(found, f"{len(cases)} launches: {good}")
 
 
 def owner_only_writes(launcher, device, progress) -> tuple[str, str]:
-    """Probe 4, as (verdict, evidence)."""
+    """(verdict, evidence)"""
     dense = "kv_c_out" in check_signature(launcher)
     cases = [
         Case("mixed slots", MIXED, dense=dense),
@@ -171,7 +158,5 @@ def owner_only_writes(launcher, device, progress) -> tuple[str, str]:
         rows = dict(dense=True, index_out=True, latent_cache=None, indexer_cache=False)
         cases.append(Case("all rows handed to the caller, no cache given", None, **rows))
     found = run_cases(launcher, cases, check_writes, device, progress, known=check_owned)
-    if found:
-        return "defect", summary(found)
     good = "caches unchanged outside owned slots, top-k reset, shared layers untouched"
-    return "ok", f"{len(cases)} launches: {good}"
+    return judged(found, f"{len(cases)} launches: {good}")

@@ -17,7 +17,6 @@ from dcp_fix.doctor.world import World
 from dcp_fix.repairs.signature import changes
 
 KERNELS = ("vllm.models.deepseek_v32.common.kernels", "vllm.models.deepseek_v32.nvidia.kernels")
-HELPERS = ("vllm.utils.", "vllm.envs", "vllm.v1.", "vllm.model_executor.warmup.")
 # Formats of out-of-tree plugins register themselves there; with none registered vLLM's own function answers None.
 STAND_INS = {"vllm.config.cache": module(get_kv_cache_dtype_handler=lambda name: None)}
 
@@ -109,40 +108,36 @@ class Launch:
         )
 
     def _outputs(self) -> dict:
-        def poisoned(width):
-            return torch.full((TOKENS, width), torch.nan, device=self.device, dtype=self.dtype)
+        def poisoned(width: int, wanted: bool = True):
+            return torch.full((TOKENS, width), torch.nan, device=self.device, dtype=self.dtype) if wanted else None
 
         self.topk = torch.full((TOKENS + 2, TOPK + 3), UNTOUCHED, dtype=torch.int32, device=self.device)
         return dict(
             topk_indices_buffer=self.topk[:, :TOPK],
             q_c_out=poisoned(Q_DIM + 16)[:, :Q_DIM],
-            kv_c_out=poisoned(LATENT) if self.case.dense else None,
-            k_pe_out=poisoned(ROPE) if self.case.dense else None,
-            index_k_out=poisoned(INDEX_DIM) if self.case.index_out else None,
+            kv_c_out=poisoned(LATENT, self.case.dense),
+            k_pe_out=poisoned(ROPE, self.case.dense),
+            index_k_out=poisoned(INDEX_DIM, self.case.index_out),
         )
 
     def _caches(self) -> dict:
-        case, slots = self.case, None
-        if case.slots is not None:
-            slots = torch.tensor(case.slots, dtype=torch.int64, device=self.device)
-        self.latent, latent = self._cache(case.latent_cache and ENTRY[case.latent_cache] * self._latent_bytes())
-        if latent is not None and case.latent_cache == "auto":
-            latent = latent.view(self.dtype)
+        case, plain = self.case, self.case.latent_cache == "auto"
+        slots = None if case.slots is None else torch.tensor(case.slots, dtype=torch.int64, device=self.device)
+        size = case.latent_cache and ENTRY[case.latent_cache] * (self.dtype.itemsize if plain else 1)
+        self.latent, latent = self._cache(size)
         self.index, index = self._cache(INDEX_DIM + 4 if case.indexer and case.indexer_cache else None)
-        none = slots is None
+        if slots is None:
+            latent = index = None
         return dict(
             slot_mapping=slots,
             indexer_slot_mapping=None if slots is None else slots.clone(),
-            mla_kv_cache=None if none else latent,
-            indexer_k_cache=None if none else index,
+            mla_kv_cache=latent.view(self.dtype) if plain and latent is not None else latent,
+            indexer_k_cache=index,
             mla_kv_cache_dtype=case.latent_cache or "auto",
-            mla_k_scale=None if latent is None else torch.full((1,), 0.5, device=self.device),
+            mla_k_scale=torch.full((1,), 0.5, device=self.device) if size else None,
         )
 
-    def _latent_bytes(self):
-        return torch.finfo(self.dtype).bits // 8 if self.case.latent_cache == "auto" else 1
-
-    def _cache(self, entry_bytes):
+    def _cache(self, entry_bytes: int | None):
         """(whole buffer, cache of two blocks inside it), every byte poisoned; (None, None) without a cache."""
         if entry_bytes is None:
             return None, None

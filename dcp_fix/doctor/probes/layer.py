@@ -51,25 +51,16 @@ class Backend:
     """Stand-in for the layer's attention implementation. Each head's output is its index."""
 
     supports_quant_query_input = False
+    prepare_for_batch = record_logical_topk_ready = do_kv_cache_update = lambda *arguments: None
 
     def __init__(self, dcp: int, pcp: int):
-        self.dcp_world_size, self.pcp_world_size, self.query, self.result = dcp, pcp, None, None
+        self.dcp_world_size, self.pcp_world_size, self.query = dcp, pcp, None
 
     def forward_mqa(self, query, kv_cache, metadata, layer):
         self.query = torch.cat(query, dim=-1) if isinstance(query, tuple) else query
         rows, heads, _ = self.query.shape
         out = torch.arange(heads, dtype=torch.float32)[None, :, None].expand(rows, heads, LATENT).contiguous()
-        self.result = (out, torch.zeros(rows, heads))
-        return self.result
-
-    def prepare_for_batch(self, metadata):
-        pass
-
-    def record_logical_topk_ready(self):
-        pass
-
-    def do_kv_cache_update(self, *arguments):
-        pass
+        return out, torch.zeros(rows, heads)
 
 
 class Run:
@@ -79,15 +70,12 @@ class Run:
         self.backend, self.tp, self.pcp = Backend(dcp, pcp), Group(tp), Group(pcp)
         self.manager = Manager(Group(dcp), pcp > 1) if dcp > 1 else None
         self.dcp, self.use_pcp_read, self.projected = dcp, False, None
-        ends = torch.arange(TOKENS + 1, dtype=torch.int32)
         lengths = torch.full((TOKENS,), 9, dtype=torch.int32)
         self.metadata = SimpleNamespace(
-            num_actual_tokens=TOKENS,
-            num_decode_tokens=TOKENS,
-            num_decodes=TOKENS,
+            **dict.fromkeys(("num_actual_tokens", "num_decode_tokens", "num_decodes"), TOKENS),
             seq_lens=lengths,
             decode=SimpleNamespace(seq_lens=lengths),
-            query_start_loc=ends,
+            query_start_loc=torch.arange(TOKENS + 1, dtype=torch.int32),
         )
         self.slots = torch.zeros(PADDED * pcp, dtype=torch.int64)  # under PCP the slots of every rank's tokens
         self.context = SimpleNamespace(
@@ -102,38 +90,31 @@ class Run:
 
     def layer(self, attention_class):
         """An object of the target's class, with the attributes that its constructor would have set."""
-        run = self
 
-        class Probed(attention_class):
-            @property
-            def use_pcp(self):
-                run.use_pcp_read = True
-                return run.pcp.world_size > 1
+        def use_pcp(layer):
+            self.use_pcp_read = True
+            return self.pcp.world_size > 1
 
-            def _use_sparse_mha(self, metadata):
-                return False
-
-        layer = object.__new__(Probed)
+        decoding = {"use_pcp": property(use_pcp), "_use_sparse_mha": lambda layer, metadata: False}
+        layer = object.__new__(type("Probed", (attention_class,), decoding))
         vars(layer).update(self._attributes())
         return layer
 
     def _attributes(self) -> dict:
         norm = SimpleNamespace(weight=None, variance_epsilon=1e-6)
-        rotary = SimpleNamespace(cos_sin_cache=torch.zeros(4, ROPE))
         parallel = SimpleNamespace(decode_context_parallel_size=self.dcp, cp_kv_cache_interleave_size=1)
+        off = ("skip_topk", "pcp_shard_decode_requests", "_fp8_query", "_fp8_kv_needs_view")
         return dict(
+            **dict.fromkeys(off, False),
+            **dict.fromkeys(("indexer", "hisparse_cache"), None),
+            **dict.fromkeys(("num_heads", "num_local_heads"), HEADS),
+            **dict.fromkeys(("q_a_layernorm", "kv_a_layernorm"), norm),
+            **dict.fromkeys(("_k_scale", "_q_scale", "kv_cache"), torch.ones(1)),
             layer_name=LAYER,
             impl=self.backend,
             dcp_manager=self.manager,
-            indexer=None,
-            skip_topk=False,
             topk_indices_buffer=torch.zeros(PADDED, 1, dtype=torch.int32),
-            hisparse_cache=None,
-            kv_cache=torch.zeros(1),
             kv_cache_dtype="fp8_ds_mla",
-            pcp_shard_decode_requests=False,
-            num_heads=HEADS,
-            num_local_heads=HEADS,
             q_lora_rank=QUERY,
             kv_lora_rank=LATENT,
             qk_rope_head_dim=ROPE,
@@ -143,29 +124,20 @@ class Run:
             fused_qkv_a_proj=lambda hidden: (torch.ones(PADDED, QUERY + LATENT + ROPE),),
             q_b_proj=lambda query: (torch.ones(PADDED, HEADS * (NOPE + ROPE)),),
             o_proj=self.project,
-            q_a_layernorm=norm,
-            kv_a_layernorm=norm,
-            rotary_emb=rotary,
+            rotary_emb=SimpleNamespace(cos_sin_cache=torch.zeros(4, ROPE)),
             W_UK_T=torch.ones(HEADS, NOPE, LATENT),
             W_UV=torch.full((HEADS, LATENT, VALUE), 1 / LATENT),
-            _k_scale=torch.ones(1),
             _k_scale_float=1.0,
-            _q_scale=torch.ones(1),
-            _fp8_query=False,
-            _fp8_kv_needs_view=False,
             _index_rope_interleave=True,
             _vllm_config=SimpleNamespace(parallel_config=parallel),
         )
 
     def faults(self) -> list[str]:
-        """What differs from the flow in the module docstring."""
-        backend, manager, found = self.backend, self.manager, []
-        heads = backend.query.shape[1] if backend.query is not None else 0
-        wanted = HEADS
-        if manager is not None:
-            wanted *= self.dcp // self.pcp.world_size
-        if heads != wanted:
-            found.append(f"the backend gets {heads} query heads of the group's {wanted}")
+        """What differs from the flow in routing.py's docstring."""
+        manager = self.manager
+        heads = self.backend.query.shape[1] if self.backend.query is not None else 0
+        wanted = HEADS if manager is None else HEADS * self.dcp // self.pcp.world_size
+        found = [] if heads == wanted else [f"the backend gets {heads} query heads of the group's {wanted}"]
         if manager is not None and manager.combined is None:
             found.append("its partial result is never combined with the other ranks' and goes out as the answer")
         elif manager is not None and manager.combined[0].shape[1] != heads:
@@ -174,11 +146,9 @@ class Run:
             found.append("the output projection gets something else than the combined result")
         return found
 
-    def _right_output(self):
-        first = 0 if self.manager else None
-        heads = torch.full((HEADS,), COMBINED) if first == 0 else torch.arange(HEADS, dtype=torch.float32)
-        want = heads.repeat_interleave(VALUE).expand(TOKENS, -1)
-        return torch.allclose(self.projected[:TOKENS], want)
+    def _right_output(self) -> bool:
+        heads = torch.full((HEADS,), COMBINED) if self.manager else torch.arange(HEADS, dtype=torch.float32)
+        return torch.allclose(self.projected[:TOKENS], heads.repeat_interleave(VALUE).expand(TOKENS, -1))
 
 
 class Collaborators:

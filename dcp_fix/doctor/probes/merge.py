@@ -1,31 +1,22 @@
-"""Probe 6: the target's own merge of partial attention outputs, on rows and ranks without a key.
+"""The target's own merge of partial attention outputs, on rows and ranks without a key.
 
 Two ranks are run one after the other through `cp_lse_ag_out_rs` (all-gather the LSE, rescale, reduce-scatter) and
 `dcp_a2a_lse_reduce` (exchange, merge locally), in both log bases. A rank without a key reports -inf, +inf (FlashMLA) or
 NaN, and its output may be anything; the merge must drop it, and give (0, -inf) where no rank has a key:
 
     out = sum(w out) / sum(w),   w = base^(lse - max lse),   w = 0 selects the output away
-
-The base that each backend declares is read from its source, without running it. On a GPU the workspace probe runs the
-compiled kernel itself.
 """
 
-import ast
 import contextlib
-import inspect
 import math
 
 import torch
 
-from dcp_fix.doctor.attempt import NotRun, attempt, one_line
+from dcp_fix.doctor.attempt import NotRun, attempt, judged, one_line
 from dcp_fix.doctor.unwritten import unwritten_memory_is_nan
 from dcp_fix.doctor.world import World
 
 MERGES = ("vllm.v1.attention.ops.dcp", "vllm.v1.attention.ops.common", "vllm.v1.attention.ops.dcp_alltoall")
-BACKENDS = {
-    "FlashMLA sparse": "vllm/v1/attention/backends/mla/flashmla_sparse.py",
-    "FlashInfer sparse": "vllm/v1/attention/backends/mla/flashinfer_mla_sparse.py",
-}
 WORLD, HEADS, DIM = 2, 2, 8
 NAN, INF = math.nan, math.inf
 # (what, [(sum of exp(logit), output) of each rank], the merged output); a sum of 0 means no key, and gives lse -inf
@@ -112,6 +103,9 @@ def merge_a2a(merge, outs, lses, natural):
     return torch.cat([out for out, _ in parts], dim=1), torch.cat([lse for _, lse in parts], dim=1)
 
 
+RUN = {"cp_lse_ag_out_rs": merge_ag_rs, "dcp_a2a_lse_reduce": merge_a2a}
+
+
 def faults(out, lse, natural) -> list[str]:
     """Sentences about the CASES whose merged output or LSE is wrong."""
     found = []
@@ -127,60 +121,27 @@ def faults(out, lse, natural) -> list[str]:
 
 def find_merges(world: World) -> dict:
     """{name: (function, how to run it)} of the merges that the target has."""
-    found = {}
+    loaded = {}
     for name in MERGES:
         if world.path_of(name).with_suffix(".py").is_file():
-            loaded = vars(world.load(name))
-            for function, run in (("cp_lse_ag_out_rs", merge_ag_rs), ("dcp_a2a_lse_reduce", merge_a2a)):
-                if function in loaded:
-                    found[function] = (loaded[function], run)
+            loaded |= vars(world.load(name))
+    found = {name: (loaded[name], run) for name, run in RUN.items() if name in loaded}
     if not found:
-        raise NotRun(f"this vLLM has no merge that we know: no cp_lse_ag_out_rs in {', '.join(MERGES)}")
-    for name, (function, _) in found.items():
-        known = {"cp_attn_out", "cp_attn_lse", "cp_group", "ctx", "return_lse", "is_lse_base_on_e"}
-        if gone := known - {*inspect.signature(function).parameters}:
-            raise NotRun(f"unknown signature of {name}: gone {sorted(gone)}")
+        raise NotRun(f"this vLLM has no merge that we know: no {' and no '.join(RUN)} in {', '.join(MERGES)}")
     return found
 
 
-def bases(root) -> str:
-    """'FlashMLA sparse natural, FlashInfer sparse base 2': the `lse_base_on_e` that each backend class declares."""
-    parts = []
-    for name, path in BACKENDS.items():
-        if (root / path).is_file():
-            source = (root / path).read_text(encoding="utf-8", errors="replace")
-            parts.append(f"{name} {'base 2' if declares_base_2(ast.parse(source)) else 'natural'}")
-    return ", ".join(parts)
-
-
-def declares_base_2(tree) -> bool:
-    """Whether a class sets `lse_base_on_e = False`; the base class of every backend says True."""
-    for node in ast.walk(tree):
-        if isinstance(node, ast.AnnAssign | ast.Assign):
-            targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            named = any(isinstance(t, ast.Name) and t.id == "lse_base_on_e" for t in targets)
-            if named and isinstance(node.value, ast.Constant) and node.value.value is False:
-                return True
-    return False
-
-
-def empty_rows(merges, root, device, progress) -> tuple[str, str]:
-    """Probe 6, as (verdict, evidence)."""
+def empty_rows(merges: dict, device: str, progress) -> tuple[str, str]:
+    """(verdict, evidence)"""
     found = []
     for name, (function, run) in merges.items():
-        for natural in (True, False):
-            progress(f"{name}, {'natural log' if natural else 'base 2'}", control=not found)
+        for natural, base in ((True, "natural log"), (False, "base 2")):
+            progress(f"{name}, {base}", control=not found)
             outs, lses = inputs(natural, device)
             with unwritten_memory_is_nan():
                 result = attempt(lambda: run(function, outs, lses, natural))  # noqa: B023 called at once
             if result.raised:
                 raise NotRun(f"{name} raises {one_line(result.raised)}")
-            base = "natural log" if natural else "base 2"
             found += [f"{name} ({base}): {fault}" for fault in faults(*result.value, natural)]
-    declared = bases(root)
-    if found:
-        return "defect", "; ".join(found[:3]) + (f"; and {len(found) - 3} more" if len(found) > 3 else "")
-    return (
-        "ok",
-        f"{' and '.join(merges)} drop ranks without a key and give (0, -inf) for empty rows; declared base: {declared}",
-    )
+    good = f"{' and '.join(merges)} drop ranks without a key and give (0, -inf) for empty rows"
+    return judged(found, good)

@@ -5,54 +5,40 @@ torch is imported. Nothing initialises a GPU. A newer NCCL beside the one that l
 """
 
 import ctypes
-import ctypes.util
-import importlib.metadata
-import re
+import os
+import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from dcp_fix.doctor.attempt import attempt
 
 SONAME = "libnccl.so.2"
+DISABLE, PATH = SETTINGS = ("VLLM_DISABLE_PYNCCL", "VLLM_NCCL_SO_PATH")
 TRUE = ("true", "1")  # what upstream takes for yes, in any case
 
 
 @dataclass(frozen=True)
 class Nccl:
-    """A library file and its version; `library` None for one that is installed and not loaded."""
+    """The library that loads."""
 
     path: str
     version: str
-    library: object = None
+    library: object
 
 
-class _Place(ctypes.Structure):
-    """`Dl_info` of dladdr(3)."""
-
-    _fields_ = [
-        ("file", ctypes.c_char_p),
-        ("base", ctypes.c_void_p),
-        ("name", ctypes.c_char_p),
-        ("at", ctypes.c_void_p),
-    ]
-
-
-def disabled_by(environment: dict) -> str | None:
+def disabled_by(environment: Mapping[str, str]) -> str | None:
     """The setting that switches the wrapper off, None if there is none."""
-    value = environment.get("VLLM_DISABLE_PYNCCL", "")
-    return f"VLLM_DISABLE_PYNCCL={value}" if value.lower() in TRUE else None
+    value = environment.get(DISABLE, "")
+    return f"{DISABLE}={value}" if value.lower() in TRUE else None
 
 
-def loaded_nccl(environment: dict) -> Nccl | None:
+def loaded_nccl(environment: Mapping[str, str]) -> Nccl | None:
     """The library that vLLM would load here."""
-    named = environment.get("VLLM_NCCL_SO_PATH")
-    candidates = (
-        [named] if named else [SONAME, *(one.path for one in installed_nccl()), ctypes.util.find_library("nccl")]
-    )
-    for path in filter(None, candidates):
+    for path in [environment[PATH]] if environment.get(PATH) else [SONAME, *map(str, installed_nccl())]:
         library = attempt(lambda path=path: ctypes.CDLL(path))
         if not library.raised:
-            return Nccl(file_of(library.value) or path, version_of(library.value), library.value)
+            return Nccl(file_of(path), version_of(library.value), library.value)
     return None
 
 
@@ -63,37 +49,23 @@ def version_of(library) -> str:
     return f"{number.value // 10000}.{number.value // 100 % 100}.{number.value % 100}"
 
 
-def file_of(library) -> str | None:
-    """The file that a loaded library comes from."""
-    place = _Place()
-    found = attempt(
-        lambda: ctypes.CDLL(None).dladdr(ctypes.cast(library.ncclGetVersion, ctypes.c_void_p), ctypes.byref(place))
-    )
-    return place.file.decode(errors="replace") if found.value and place.file else None
+def file_of(path: str) -> str:
+    """The file of a library that is loaded under its name alone."""
+    mapped = {line.split(maxsplit=5)[-1].strip() for line in open("/proc/self/maps") if SONAME in line}
+    return path if os.sep in path or not mapped else min(mapped)
 
 
-def installed_nccl() -> list[Nccl]:
-    """The nvidia-nccl packages of this environment."""
-    found = []
-    for distribution in importlib.metadata.distributions():
-        name = distribution.metadata.get("Name") or ""
-        if re.fullmatch(r"nvidia[-_]nccl[-_]cu\d+", name):
-            place = Path(str(distribution.locate_file("nvidia/nccl/lib/libnccl.so.2")))
-            if place.is_file():
-                found.append(Nccl(str(place), distribution.version))
-    return found
+def installed_nccl() -> list[Path]:
+    """The libraries of the nvidia-nccl packages of this environment."""
+    found = [Path(folder, "nvidia/nccl/lib", SONAME) for folder in sys.path]
+    return [path for path in found if path.is_file()]
 
 
-def describe(loaded: Nccl | None, missing: list[str], installed: list[Nccl]) -> str:
+def describe(loaded: Nccl | None, missing: list[str], installed: list[Path]) -> str:
     """What is loaded, what it lacks, and what else is installed, as the end of a sentence."""
-    others = [one for one in installed if loaded is None or not same_file(one.path, loaded.path)]
-    beside = "".join(f"; installed, and not the one that loads: {one.version} at {one.path}" for one in others)
+    others = [path for path in installed if loaded is None or path.resolve() != Path(loaded.path).resolve()]
+    beside = "".join(f"; installed, and not the one that loads: {path}" for path in others)
     if loaded is None:
         return f"this environment has none that loads{beside}"
     enough = f"lacks {', '.join(missing)}: it will be disabled" if missing else "will do"
     return f"NCCL {loaded.version} here ({loaded.path}) {enough}{beside}"
-
-
-def same_file(a: str, b: str) -> bool:
-    """Whether two paths are one file."""
-    return Path(a).resolve() == Path(b).resolve()
