@@ -5,7 +5,6 @@
     child.py      the child: loads parts of the target, runs the probes      *executes the target's code*
     messages.py   what the child says: its lines, their allowed values
     world.py      how single modules run without importing vLLM, among stand_ins.py
-    leash.py      ends the child and all that it started
     probes/       what is asked of a target, one module per part of it
     serve_*.py    a `vllm serve` command, read as the target's own parser would    nothing of it is executed
     symptom.py    from what a user sees to the probe that can tell

@@ -2,7 +2,7 @@
 
     python -P -m dcp_fix.doctor.child LIFELINE FD REQUEST
 
-Started as two processes: one does the work, the other ends it and all that it started (leash.py). REQUEST is JSON:
+Started as two processes: one does the work, the other ends it and all that it started (base/leash.py). REQUEST is JSON:
 {"root", "version", "probes": [ids], "fixes": [ids the plugin is to repair], "environment": {VLLM_*}}.
 Each line written to file descriptor FD is JSON: {"begin": id, "case": text, "control": bool} before anything that could
 hang or crash, {"id", "verdict", "evidence"} for each probe that ended, {"end": true} last. The target's own output goes
@@ -193,7 +193,7 @@ RUN = {
 }
 
 if __name__ == "__main__":
-    from dcp_fix.doctor.leash import leashed
+    from dcp_fix.base.leash import leashed
 
     told = int(sys.argv[2]), json.loads(sys.argv[3])
-    leashed(int(sys.argv[1]), told[0], lambda: main(*told))
+    leashed(int(sys.argv[1]), lambda: main(*told), keep=told[0])

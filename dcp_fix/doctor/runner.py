@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dcp_fix.base.errors import shown
+from dcp_fix.base.process import ending
 from dcp_fix.doctor.messages import END, Begin, parse
 from dcp_fix.doctor.probes import PROBES, VERDICTS, Probe
 from dcp_fix.doctor.target import Target
@@ -148,7 +149,7 @@ def read_until(pipe, deadline: float) -> tuple[bytes, bool]:
 
 
 def finish(child: subprocess.Popen, lifeline, in_time: bool) -> str:
-    """How it ended, as the end of a sentence. It and what it started are gone afterwards, see leash.py."""
+    """How it ended, as the end of a sentence. It and what it started are gone afterwards, see base/leash.py."""
     if in_time:
         try:
             child.wait(timeout=5)
@@ -164,4 +165,4 @@ def finish(child: subprocess.Popen, lifeline, in_time: bool) -> str:
         code = child.wait()
     if not in_time:
         return "did not end within the time limit"
-    return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended the process (exit status {code})"
+    return ending(code) if code < 0 else f"ended the process (exit status {code})"

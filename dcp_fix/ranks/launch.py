@@ -11,7 +11,6 @@ It does not: span hosts (use torchrun), restart ranks, or choose which GPU a ran
 
 import os
 import secrets
-import signal
 import socket
 import subprocess
 import sys
@@ -22,7 +21,7 @@ from collections.abc import Callable
 import torch.distributed as dist
 
 from dcp_fix.base.errors import DIFFERS, FAULT, UserError, shown_lines
-from dcp_fix.base.process import status_of, stoppable
+from dcp_fix.base.process import ending, status_of, stoppable
 from dcp_fix.ranks.group import GroupError
 from dcp_fix.ranks.place import TOKEN, prefix
 from dcp_fix.ranks.watch import GRACE_S, STOPPED, known_failure, report_failure
@@ -118,11 +117,6 @@ def first_failed(ranks: list[subprocess.Popen]) -> int | None:
 def running(ranks: list[subprocess.Popen]) -> bool:
     """Whether any rank has not ended yet."""
     return any(rank.poll() is None for rank in ranks)
-
-
-def ending(code: int) -> str:
-    """An exit status in words."""
-    return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
 
 
 def stop(ranks: list[subprocess.Popen]) -> None:
