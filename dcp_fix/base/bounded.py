@@ -11,6 +11,7 @@ It does not: say what the values may be (schema.py), or guard against a file tha
 """
 
 import json
+import math
 import os
 import stat
 from collections import Counter
@@ -73,11 +74,9 @@ def parse_json(data: bytes, name: str, nan: bool = False):
 
     `nan`: let NaN and the infinities pass, which are none, but which Python writes.
     """
-    constant = float if nan else no_constant
+    hooks = {} if nan else {"parse_constant": no_constant, "parse_float": finite}
     try:
-        return json.loads(
-            data.decode("utf-8"), parse_int=short_int, parse_constant=constant, object_pairs_hook=named_once
-        )
+        return json.loads(data.decode("utf-8"), parse_int=short_int, object_pairs_hook=named_once, **hooks)
     except RecursionError:
         raise UserError(f"{name}: nested too deeply; restore the file") from None
     except ValueError as error:  # of the decoder, of JSON or of a hook
@@ -94,6 +93,13 @@ def short_int(text: str) -> int:
 def no_constant(text: str) -> float:
     """NaN and the infinities, which Python reads and JSON lacks."""
     raise ValueError(f"{text} is no JSON")
+
+
+def finite(text: str) -> float:
+    """A number that a float can hold: Python would take 1e999 for infinity."""
+    if math.isinf(value := float(text)):
+        raise ValueError(f"{shown(text, 60)} is beyond what a float holds")
+    return value
 
 
 def named_once(pairs: list[tuple]) -> dict:

@@ -6,7 +6,7 @@
 
 A signal that this process was told to ignore (nohup, a script's background job) stays ignored.
 
-It does not: start processes (ranks/launch.py), or decide what a status means (errors.py).
+It does not: start processes (ranks/launch.py), end what they started (leash.py), or decide what a status means.
 """
 
 import io
@@ -32,6 +32,14 @@ class Stopped(KeyboardInterrupt):
 def status_of(stop: KeyboardInterrupt) -> int:
     """The exit status of a process that a signal ended: 130 for Ctrl-C, 143 for SIGTERM, 129 for SIGHUP."""
     return 128 + (stop.number if isinstance(stop, Stopped) else signal.SIGINT)
+
+
+def ending(code: int) -> str:
+    """How a child ended, in words, from its `returncode`: real-time signals have a number and no name."""
+    if code >= 0:
+        return f"ended with status {code}"
+    names = {known.value: known.name for known in signal.Signals}
+    return f"was killed by {names.get(-code, f'signal {-code}')}"
 
 
 @contextmanager
@@ -72,12 +80,9 @@ def ready_streams() -> None:
 
     Standard error forgives: what cannot be said there must not hide the status, nor keep a file from being written.
     """
-    for number, name in enumerate(("stdin", "stdout", "stderr")):
+    for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
-            stream = open(os.devnull, "r" if number == 0 else "w")
-            if stream.fileno() != number:  # the number is free, and the next file would get it, and what is printed
-                os.dup2(stream.fileno(), number)
-            setattr(sys, name, stream)
+            setattr(sys, name, open(os.devnull, "w"))
     if sys.stderr is sys.__stderr__:
         sys.stderr = Forgiving(sys.stderr.buffer, sys.stderr.encoding, line_buffering=True)
     for stream in (sys.stdout, sys.stderr):

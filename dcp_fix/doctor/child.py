@@ -2,7 +2,7 @@
 
     python -P -m dcp_fix.doctor.child LIFELINE FD        the request on standard input, the lines of runner.py into FD
 
-Started as two processes: one does the work, the other ends it and all that it started (leash.py). The request is JSON:
+    python -P -m dcp_fix.doctor.child LIFELINE FD      the request on standard input, the lines of runner.py into FD
 {"root", "version", "probes": [ids], "fixes": [ids the plugin is to repair], "environment": {settings of NCCL}}. The
 target's own output goes nowhere.
 """
@@ -30,7 +30,7 @@ def main(channel: int, request: dict) -> None:
 
 
 if __name__ == "__main__":
-    from dcp_fix.doctor.leash import leashed
+    from dcp_fix.base.leash import leashed
 
     told = int(sys.argv[2]), json.load(sys.stdin)
-    leashed(int(sys.argv[1]), told[0], lambda: main(*told))
+    leashed(int(sys.argv[1]), lambda: main(*told), keep=told[0])

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from dcp_fix.base.errors import shown
-from dcp_fix.base.supervise import ending
+from dcp_fix.base.process import ending
 from dcp_fix.doctor.probes import PROBES, VERDICTS, Probe
 from dcp_fix.doctor.probes.nccl import SETTINGS
 from dcp_fix.doctor.target import Target
@@ -165,7 +165,7 @@ def read_until(pipe, deadline: float) -> tuple[bytes, bool]:
 
 
 def finish(child: subprocess.Popen, lifeline, in_time: bool) -> str:
-    """How it ended, as the end of a sentence. It and what it started are gone afterwards, see leash.py."""
+    """How it ended, as the end of a sentence. It and what it started are gone afterwards, see base/leash.py."""
     with contextlib.suppress(subprocess.TimeoutExpired):
         child.wait(timeout=5 if in_time else 0)
     in_time = child.returncode is not None

@@ -11,7 +11,6 @@ It does not: span hosts (use torchrun), restart ranks, or choose which GPU a ran
 
 import os
 import secrets
-import signal
 import socket
 import subprocess
 import sys
@@ -22,7 +21,7 @@ from collections.abc import Callable
 import torch.distributed as dist
 
 from dcp_fix.base.errors import DIFFERS, FAULT, UserError, shown_lines
-from dcp_fix.base.process import status_of, stoppable
+from dcp_fix.base.process import ending, status_of, stoppable
 from dcp_fix.ranks.group import GroupError
 from dcp_fix.ranks.place import TOKEN, prefix
 from dcp_fix.ranks.watch import GRACE_S, STOPPED, known_failure, report_failure
@@ -30,6 +29,8 @@ from dcp_fix.ranks.watch import GRACE_S, STOPPED, known_failure, report_failure
 HOST = "127.0.0.1"
 STOP_S = GRACE_S + 5.0  # how long the other ranks may take to leave after one has failed
 KILL_S = 2.0  # between asking a rank to end and killing it
+SOCKETS = 64  # that the store or a rank may need
+CONNECT_S = 5.0  # how long a connection of this host to itself may take
 LOOK_S = 0.02  # between two looks at the ranks
 RANK_DIFFERS = 4  # how a rank tells its launcher DIFFERS: Python itself ends with 1 when it cannot even import
 
@@ -54,10 +55,23 @@ def launch(command: list[str], procs: int) -> int:
 
 
 def loopback_store() -> dist.TCPStore:
-    """A store that no other host can reach: left to itself, torch's listens on every interface."""
-    listener = socket.socket()
-    listener.bind((HOST, 0))
-    listener.listen(socket.SOMAXCONN)
+    """A store that no other host can reach: left to itself, torch's listens on every interface.
+
+    Raises UserError where there is no loopback interface or no socket left: torch would try for minutes.
+    """
+    spare = []
+    try:
+        spare += [socket.socket() for _ in range(SOCKETS)]
+        listener = socket.create_server((HOST, 0))
+        spare += [socket.create_connection(listener.getsockname(), CONNECT_S), listener.accept()[0]]
+    except OSError as error:
+        raise UserError(
+            f"the ranks cannot meet at {HOST} ({error.strerror}): bring the loopback interface up, or allow more open "
+            f"files than {SOCKETS} (ulimit -n)"
+        ) from None
+    finally:
+        for one in spare:
+            one.close()
     port = listener.getsockname()[1]
     return dist.TCPStore(HOST, port, is_master=True, wait_for_workers=False, master_listen_fd=listener.detach())
 
@@ -118,11 +132,6 @@ def first_failed(ranks: list[subprocess.Popen]) -> int | None:
 def running(ranks: list[subprocess.Popen]) -> bool:
     """Whether any rank has not ended yet."""
     return any(rank.poll() is None for rank in ranks)
-
-
-def ending(code: int) -> str:
-    """An exit status in words."""
-    return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with status {code}"
 
 
 def stop(ranks: list[subprocess.Popen]) -> None:

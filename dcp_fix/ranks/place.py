@@ -15,7 +15,6 @@ It does not: move tensors (torch_group.py), or notice what happens afterwards (w
 
 import json
 import os
-import re
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -30,9 +29,7 @@ CONNECT_S = 30.0  # how long a rank looks for the store
 START_S = 120.0  # how long a rank waits for the others to start
 LEAVE_S = 10.0  # how long rank 0, if it keeps the store, waits for the others to leave
 TOKEN = "DCP_FIX_TOKEN"  # what the keys of a run begin with that launch.py started
-VARIABLES = {  # torchrun's, and how large each may be, which is as many digits
-    "RANK": 6, "WORLD_SIZE": 6, "LOCAL_RANK": 6, "LOCAL_WORLD_SIZE": 6, "MASTER_ADDR": None, "MASTER_PORT": 5,
-}  # fmt: skip
+VARIABLES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # torchrun's
 
 
 @dataclass(frozen=True)
@@ -52,21 +49,16 @@ class Place:
         missing = [name for name in VARIABLES if name not in os.environ]
         if missing:
             raise UserError(f"{', '.join(missing)} not set: start the ranks with torchrun, or with --procs")
-        place = cls(*(number(name) if digits else os.environ[name] for name, digits in VARIABLES.items()))
-        for name, value, low, high in (
-            ("WORLD_SIZE", place.size, 1, 1 << 16),
-            ("RANK", place.rank, 0, place.size - 1),
-            ("LOCAL_WORLD_SIZE", place.local_size, 1, place.size),
-            ("LOCAL_RANK", place.local_rank, 0, place.local_size - 1),
-            ("MASTER_PORT", place.port, 1, 65535),
-        ):
-            if not low <= value <= high:
-                raise UserError(
-                    f"{name} is {value}; allowed: {low} .. {high}. Start the ranks with torchrun, or --procs"
-                )
-        if not re.fullmatch(r"[\w.:%-]{1,253}", place.host):
-            raise UserError(f"MASTER_ADDR is {shown(place.host)!r}; allowed: the name or address of a host")
-        return place
+        size = number("WORLD_SIZE", 1, 1 << 16)
+        local_size = number("LOCAL_WORLD_SIZE", 1, size)
+        return cls(
+            rank=number("RANK", 0, size - 1),
+            size=size,
+            local_rank=number("LOCAL_RANK", 0, local_size - 1),
+            local_size=local_size,
+            host=os.environ["MASTER_ADDR"],
+            port=number("MASTER_PORT", 1, 65535),
+        )
 
     @property
     def keeps_store(self) -> bool:
@@ -80,11 +72,13 @@ class Place:
         return torch.device("cuda", self.local_rank % enough_gpus(self.local_size, share_gpus))
 
 
-def number(name: str) -> int:
+def number(name: str, low: int, high: int) -> int:
     """The number that a variable of the environment holds. Raises UserError for anything else."""
     text = os.environ[name]
-    if not re.fullmatch(f"[0-9]{{1,{VARIABLES[name]}}}", text):
-        raise UserError(f"{name} is {shown(text)!r}; allowed: a number. Start the ranks with torchrun, or with --procs")
+    if not (text.isdecimal() and len(text) < 10 and low <= int(text) <= high):
+        raise UserError(
+            f"{name} is {shown(text)!r}; allowed: {low} .. {high}. Start the ranks with torchrun, or --procs"
+        )
     return int(text)
 
 

@@ -1,55 +1,67 @@
 """What vLLM's log of one boot says about the run: NCCL, attention backend, what the plugin did, the last error.
 
 Only lines that releases have printed for long are looked for; one that is missing is None, and nothing is concluded
-from it but for the plugin, whose lines are this package's own.
+from it but for the plugin, whose lines are this package's own. The log is read line by line, wherever a line stands; of
+a long line the beginning counts.
 """
 
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
-TAIL = 1 << 22  # bytes from the end that are read; a boot writes some 50 kB
-NCCL = re.compile(r"using nccl==([\d.]+)")
-BACKEND = re.compile(r"Using (?:AttentionBackendEnum\.)?([A-Z][A-Z0-9_]{3,})(?: attention)? backend")
-PLUGIN = re.compile(r"dcp_fix: (.+)")
-ERROR = re.compile(r"\b([A-Za-z_.]*(?:Error|Exception|Interrupt)\b: .+)")
+from dcp_fix.base.errors import shown
+
+LONGEST = 4096  # bytes of a line that are looked at
+NCCL = re.compile(r"using nccl==([0-9][0-9.]*)")
+BACKEND = re.compile(r"Using (?:AttentionBackendEnum\.)?([A-Z][A-Z0-9_]{3,40})(?: attention)? backend")
+PLUGIN = "dcp_fix: "
+ERROR = ("Error:", "Exception:", "Interrupt:")  # how the word ends that names an error
 # What the front process says when another one has failed, and what says no more than the exit status.
 SECOND_HAND = ("Engine core initialization failed", "EngineCore encountered an issue", "EngineDeadError", "WorkerProc")
-COLOUR = re.compile(r"\x1b\[[0-9;]*m")
+COLOUR = re.compile(r"\x1b\[[0-9;]{0,20}m")
 
 
 def read(path: Path) -> dict:
     """{"nccl", "backend", "plugin": what the plugin said, each once, "error": the last one that is a cause}."""
-    lines = [COLOUR.sub("", line) for line in tail(path)]
-    return {
-        "nccl": first(NCCL, lines),
-        "backend": first(BACKEND, lines),
-        "plugin": list(dict.fromkeys(found[1].strip() for line in lines if (found := PLUGIN.search(line)))),
-        "error": last_error(lines),
-    }
+    said = {"nccl": None, "backend": None, "plugin": [], "error": None}
+    second_hand = None
+    for line in lines(path):
+        for name, pattern in (("nccl", NCCL), ("backend", BACKEND)):
+            if said[name] is None and (found := pattern.search(line)):
+                said[name] = found[1]
+        _, ours, rest = line.partition(PLUGIN)
+        if ours and (words := shown(rest.strip())) not in said["plugin"]:
+            said["plugin"].append(words)
+        if error := error_in(line):
+            first_hand = not any(phrase in error for phrase in SECOND_HAND)
+            said["error"], second_hand = (error, second_hand) if first_hand else (said["error"], error)
+    return said | {"error": said["error"] or second_hand}
 
 
-def tail(path: Path) -> list[str]:
-    """The last lines of a file, whatever bytes it holds."""
+def lines(path: Path) -> Iterator[str]:
+    """The lines of a file, whatever bytes it holds, without colours."""
     with open(path, "rb") as file:
-        file.seek(max(0, path.stat().st_size - TAIL))
-        return file.read().decode("utf-8", errors="replace").splitlines()
+        while line := file.readline(LONGEST):
+            yield COLOUR.sub("", line.decode("utf-8", errors="replace"))
+            while len(line) == LONGEST and not line.endswith(b"\n"):
+                line = file.readline(LONGEST)
 
 
-def first(pattern: re.Pattern, lines: list[str]) -> str | None:
-    """What the pattern finds first."""
-    return next((found[1] for line in lines if (found := pattern.search(line))), None)
+def error_in(line: str) -> str | None:
+    """`torch.OutOfMemoryError: CUDA out of memory`, if a line names an error and says more."""
+    words = line.split()
+    start = next((i for i, word in enumerate(words[:-1]) if word.endswith(ERROR)), None)
+    return None if start is None else shown(" ".join(words[start:]))
 
 
-def last_error(lines: list[str]) -> str | None:
-    """The last line that names an error at first hand; else at second hand."""
-    errors = [found[1].strip() for line in lines if (found := ERROR.search(line))]
-    causes = [error for error in errors if not any(phrase in error for phrase in SECOND_HAND)]
-    return (causes or errors or [None])[-1]
-
-
-def not_as_asked(said: dict, plugin: bool, put_back: tuple[str, ...]) -> str | None:
-    """Why the answers are not those of the rung: the plugin was not loaded, or on the contrary, or put nothing back."""
+def not_as_asked(said: dict, plugin: bool, put_back: tuple[str, ...] = (), ranks: int = 1) -> str | None:
+    """Why the answers are not those of the rung: the plugin was not loaded, or was, or put nothing back; or no NCCL."""
     off = any(line.startswith("switched off") for line in said["plugin"])
+    if ranks > 1 and not said["nccl"]:
+        return (
+            "vLLM's log does not say that its NCCL wrapper has loaded a library: without one, reduce-scatter returns "
+            "unwritten memory; name a newer libnccl.so.2 in VLLM_NCCL_SO_PATH (`pip install -U nvidia-nccl-cu13`)"
+        )
     if plugin and (not said["plugin"] or off):
         return "vLLM did not load the plugin: is this package installed with its entry point where vLLM's workers run?"
     if not plugin and any("applied to" in line for line in said["plugin"]):

@@ -1,43 +1,39 @@
-"""One boot of vLLM's offline `LLM`, as a process of its own: answers go to a file, line by line, as they come.
+"""One boot of vLLM's offline `LLM`, as a process of its own: what it says goes to a file, line by line, as it comes.
 
-    python -m dcp_fix.real_vllm.llm_child JOB ANSWERS     boots and asks
-    python -m dcp_fix.real_vllm.llm_child --nccl          says which NCCL vLLM's wrapper gets here, as one line of JSON
+    python -m dcp_fix.real_vllm.llm_child JOB LINES     boots, answers, times
 
-JOB is JSON: {"llm": arguments of `LLM`, "sampling": arguments of `SamplingParams`, "groups": lists of requests that are
-sent together}. A request is {"id", "ids": token ids, "cached": how many of them are sent first, as a request of their
-own}. Its id is its cache salt too, so that no request finds what another one has cached.
+JOB is JSON: {"llm": arguments of `LLM`} and one or both of
 
-Lines of ANSWERS: {"event": "booted", ...}, {"event": "answer", ...} per request, {"event": "end"} last. A logprob that
-is NaN or missing is None there. vLLM prints to standard output and error as it likes.
+    "sampling", "groups"    arguments of `SamplingParams`, and lists of requests that are sent together. A request is
+                            {"id", "ids": token ids, "cached": how many of them are sent first, as a request of their
+                            own}. Its id is its cache salt too, so that none finds what another one has cached.
+    "works"                 [{"name", "requests", "tokens", "new": [numbers of new tokens], "fresh": whether every
+                            repetition gets other prompts, "repeats", "vocabulary"}]: what is timed. A repetition is
+                            one call of `generate` with all requests, after one call that is not timed.
 
-When standard input ends (the process that started this one is gone) this process and its whole group are killed: vLLM
-leaves workers behind when the process that made its `LLM` dies.
+boot.py has the schema of the lines. A logprob that is NaN or missing is None there. vLLM prints as it likes.
+
+When standard input ends (the process that started this one is gone), this process and all that it started are killed.
 """
 
-import ctypes
 import json
 import math
 import os
-import signal
+import random
 import sys
 import threading
 import time
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
+from dcp_fix.base.leash import leashed
 
-def main(job_path: str, answers_path: str) -> None:
-    """Boot, ask, end."""
-    with booted(job_path, answers_path) as (job, llm, sampling, say):
-        for group in job["groups"]:
-            ask(llm, sampling, group, job["sampling"], say)
+LEAVE_S = 20.0  # how long vLLM may take to shut down by itself
+GONE_S = 15.0  # how long killed processes may take to give the GPUs back
 
 
-@contextmanager
-def booted(job_path: str, lines_path: str):
-    """(the job, its `LLM`, `SamplingParams`, say(event, **fields)), "booted" said; "end" is said if all went well."""
-    if os.getpgrp() == os.getpid():  # not where somebody runs it by hand
-        threading.Thread(target=die_with_parent, daemon=True).start()
+def main(job_path: str, lines_path: str) -> None:
+    """Boot, do the job, and say so."""
     job = json.loads(Path(job_path).read_text(encoding="utf-8"))
     with open(lines_path, "a", encoding="utf-8") as lines:
 
@@ -49,19 +45,19 @@ def booted(job_path: str, lines_path: str):
         import vllm
 
         llm = vllm.LLM(**job["llm"])
-        say("booted", seconds=round(time.monotonic() - began, 1), vllm=getattr(vllm, "__version__", "unknown"))
-        yield job, llm, vllm.SamplingParams, say
+        say("booted", seconds=[round(time.monotonic() - began, 1)], vllm=getattr(vllm, "__version__", "unknown"))
+        for group in job.get("groups", ()):
+            ask(llm, vllm.SamplingParams, group, job["sampling"], say)
+        for work in job.get("works", ()):
+            for new in work["new"]:
+                say("timed", id=f"{work['name']} {new}", seconds=timed(llm, vllm.SamplingParams, work, new))
         say("end")
 
 
-def die_with_parent() -> None:
-    """Wait for the end of standard input, then kill the process group: this process, vLLM's engine and its workers."""
-    while os.read(0, 4096):
-        pass
-    os.killpg(0, signal.SIGKILL)
+# --- answers ----------------------------------------------------------------------------------------------------------
 
 
-def ask(llm, sampling, group: list[dict], options: dict, say) -> None:
+def ask(llm, sampling, group: list[dict], options: dict, say: Callable) -> None:
     """Send a group of requests at once, after what is to be cached of them."""
     first = [request for request in group if request["cached"]]
     if first:
@@ -69,7 +65,7 @@ def ask(llm, sampling, group: list[dict], options: dict, say) -> None:
         llm.generate([prompt(r, r["ids"][: r["cached"]]) for r in first], once, use_tqdm=False)
     outputs = llm.generate([prompt(r, r["ids"]) for r in group], sampling(**options), use_tqdm=False)
     for request, output in zip(group, outputs, strict=True):
-        say("answer", id=request["id"], **answer(output))
+        say("answer", id=request["id"], answer=answer(output))
 
 
 def prompt(request: dict, ids: list[int]) -> dict:
@@ -87,13 +83,13 @@ def answer(output) -> dict:
     return {
         "tokens": tokens,
         "logprobs": [logprob for logprob, _ in pairs],
-        "margins": [margin for _, margin in pairs],
+        "smallest_margin": min((margin for _, margin in pairs if margin is not None), default=None),
         "cached": int(getattr(output, "num_cached_tokens", None) or 0),
         "text": completion.text or None,
     }
 
 
-def numbers(token: int, entry) -> tuple[float | None, float | None]:
+def numbers(token: int, entry: dict | None) -> tuple[float | None, float | None]:
     """(logprob of a token, its distance from the next best), None for what is missing or no number."""
     known = {key: number(getattr(value, "logprob", value)) for key, value in (entry or {}).items()}
     chosen = known.pop(token, None)
@@ -101,55 +97,46 @@ def numbers(token: int, entry) -> tuple[float | None, float | None]:
     return chosen, chosen - max(rest) if chosen is not None and rest else None
 
 
-def number(value) -> float | None:
+def number(value: object) -> float | None:
     """A finite float, else None."""
     return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
 
 
-# --- NCCL -------------------------------------------------------------------------------------------------------------
+# --- times ------------------------------------------------------------------------------------------------------------
 
 
-def nccl() -> dict:
-    """The library that torch has loaded and the one that vLLM's wrapper loads: paths, versions, why it refuses."""
-    import torch
-
-    known = hasattr(torch._C, "_nccl_version")  # not in a torch for CPUs
-    version = ".".join(map(str, torch.cuda.nccl.version())) if known else None
-    ours = {"path": mapped_nccl(), "version": version}
-    from vllm.distributed.device_communicators.pynccl_wrapper import NCCLLibrary
-    from vllm.utils.nccl import find_nccl_library
-
-    name = find_nccl_library()
-    theirs = {"path": name, "version": None, "missing": [], "refused": None}
-    try:
-        library = ctypes.CDLL(name)
-        theirs["path"] = name if os.path.isabs(name) else mapped_nccl()
-        theirs["version"] = version_of(library)
-        theirs["missing"] = [f.name for f in NCCLLibrary.exported_functions if not hasattr(library, f.name)]
-        NCCLLibrary(name)
-    except Exception as error:  # noqa: BLE001 - whatever the wrapper raises, it is what disables the communicator
-        theirs["refused"] = f"{type(error).__name__}: {error}"
-    return {"torch": ours, "vllm": theirs}
+def timed(llm, sampling, work: dict, new: int) -> list[float]:
+    """Seconds of each repetition."""
+    seconds, options = [], sampling(temperature=0.0, max_tokens=new, ignore_eos=True, detokenize=False)
+    for repeat in range(work["repeats"] + 1):
+        prompts = prompts_of(work, seed=repeat if work["fresh"] else 0)
+        began = time.perf_counter()
+        llm.generate(prompts, options, use_tqdm=False)
+        seconds.append(time.perf_counter() - began)
+    return seconds[1:]
 
 
-def version_of(library) -> str | None:
-    """'2.28.9', as the library itself says; None where it is no NCCL."""
-    if not hasattr(library, "ncclGetVersion"):
-        return None
-    value = ctypes.c_int()
-    library.ncclGetVersion(ctypes.byref(value))
-    return f"{value.value // 10000}.{value.value // 100 % 100}.{value.value % 100}"
+def prompts_of(work: dict, seed: int) -> list[dict]:
+    """Random token ids, alike in every boot; the first three ids, which mean something, are left out."""
+    draw = random.Random(f"{work['name']} {seed}")
+    ids = [[draw.randrange(3, work["vocabulary"]) for _ in range(work["tokens"])] for _ in range(work["requests"])]
+    return [{"prompt_token_ids": own} for own in ids]
 
 
-def mapped_nccl() -> str | None:
-    """Path of the libnccl that this process has mapped, or None."""
-    lines = Path("/proc/self/maps").read_text(encoding="utf-8", errors="replace").splitlines()
-    paths = [line.split(None, 5)[-1] for line in lines if "libnccl" in line]
-    return paths[0] if paths else None
+def on_leash(work: Callable[[], None]) -> None:
+    """Do the work; all that it leaves is ended with it, or as soon as standard input ends."""
+    lifeline = os.dup(0)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+
+    def leaving() -> None:
+        work()
+        ending = threading.Timer(LEAVE_S, os._exit, (0,))  # vLLM's own shutdown may hang
+        ending.daemon = True
+        ending.start()
+        sys.exit(0)
+
+    leashed(lifeline, leaving, patience=GONE_S)
 
 
 if __name__ == "__main__":
-    if sys.argv[1:] == ["--nccl"]:
-        print("\n" + json.dumps(nccl()))
-    else:
-        main(*sys.argv[1:])
+    on_leash(lambda: main(*sys.argv[1:]))

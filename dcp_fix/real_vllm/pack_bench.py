@@ -1,6 +1,6 @@
 """What packing is worth in real vLLM: the same work with DCP_FIX_PACK=1 and without, one boot each.
 
-    dcp-fix bench --pack --tp 2 --dcp 2 --record FILE          on as many GPUs as --tp says
+    dcp-fix bench pack --tp 2 --dcp 2 --record FILE          on as many GPUs as --tp says
 
 The model is four dense layers of random weights with the attention of GLM-5.2: 2048 selected keys, the latent of 512
 and 64, 16 heads a rank, which is what TP4 leaves of its 64 (vLLM's fp8 path under DCP takes fewer than 32). So shares
@@ -14,20 +14,18 @@ It does not: compare answers (real_ladder.py), or time a kernel alone (bench/ker
 
 import json
 import statistics
-import sys
 import tempfile
 from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
 
-from dcp_fix.base import output, supervise
+from dcp_fix.base import output
 from dcp_fix.base.errors import UserError
 from dcp_fix.base.process import stoppable
 from dcp_fix.plugin import pack
-from dcp_fix.real_vllm import boot_log, preflight
-from dcp_fix.real_vllm.real_ladder import pair
-from dcp_fix.real_vllm.rungs import BLOCK, DEFAULTS, ENVIRONMENT, Settings, serve_args
+from dcp_fix.real_vllm import boot, preflight, report
+from dcp_fix.real_vllm.rungs import BLOCK, DEFAULTS, ENVIRONMENT, llm_arguments
 from dcp_fix.records import machine
 from dcp_fix.records.records import make_record
 from dcp_fix.tiny import corpus
@@ -44,28 +42,18 @@ WORKS = [
 def from_options(tp: int, dcp: tuple[int, ...], llm: list[str], record_path: Path | None) -> int:
     """`main` with the words of the command line. Raises UserError for other than one DCP size above 1."""
     if len(dcp) != 1 or dcp[0] < 2:
-        raise UserError("--dcp: with --pack name one size above 1, such as --tp 2 --dcp 2: at DCP1 there are no holes")
-    return main(tp, dcp[0], dict(pair(word) for word in llm), record_path)
+        raise UserError("--dcp: name one size above 1, such as --tp 2 --dcp 2: at DCP1 there are no holes to pack")
+    return main(tp, dcp[0], llm_arguments(llm), record_path)
 
 
 def main(tp: int, dcp: int, llm: dict, record_path: Path | None) -> int:
-    """Boot without and with packing, time, write the record, print; 0. Raises UserError if it cannot run, or a boot
-    fails.
-    """
+    """Boot without and with packing, time, write the record, print; 0. UserError if it cannot run, or a boot fails."""
+    vllm = preflight.check(tp, plugin=True)
     with tempfile.TemporaryDirectory(prefix="dcp-fix-pack-") as name, stoppable():
-        folder = Path(name)
-        model = model_folder(folder, tp)
-        found = preflight.check(serve_args(Settings(tp=tp, dcp=dcp, model=str(model), llm=llm)), tp, plugin=True)
-        told = arguments(model, tp, dcp) | llm
-        rows = [row for packed in (False, True) for row in boot(told, packed, folder)]
-    results = {
-        "pack": rows,
-        "vllm": found["vllm"],
-        "tp": tp,
-        "dcp": dcp,
-        "layers": LAYERS,
-        "llm": told | {"model": "-"},
-    }
+        told = arguments(model_folder(Path(name), tp), tp, dcp) | llm
+        rows = [row for packed in (False, True) for row in timed(told, packed, Path(name))]
+    sizes = {"tp": tp, "dcp": dcp, "layers": LAYERS}
+    results = {"pack": rows, "vllm": vllm, **sizes, "llm": told | {"model": "-"}}
     output.deliver(record_path, record_path and make_record(machine.command_line(), results), show, rows)
     return 0
 
@@ -97,33 +85,27 @@ def arguments(model: Path, tp: int, dcp: int) -> dict:
     }  # fmt: skip
 
 
-def boot(told: dict, packed: bool, folder: Path) -> list[dict]:
-    """One boot's rows. Raises UserError for one that fails, with what its log says."""
+def timed(told: dict, packed: bool, folder: Path) -> list[dict]:
+    """One boot's rows. Raises UserError for one that fails, or that did not pack where it was told to."""
     name = "packed" if packed else "as installed"
-    job, lines, log = (folder / f"{name.replace(' ', '-')}.{kind}" for kind in ("json", "jsonl", "log"))
-    works = [work | {"repeats": REPEATS, "vocabulary": VOCABULARY} for work in WORKS]
-    job.write_text(json.dumps({"llm": told, "works": works}), encoding="utf-8")
-    lines.write_text("", encoding="utf-8")
-    log.write_bytes(b"")
-    environment = DEFAULTS | {"HF_HUB_OFFLINE": "1"} | preflight.environment() | ENVIRONMENT
+    job = {"llm": told, "works": [work | {"repeats": REPEATS, "vocabulary": VOCABULARY} for work in WORKS]}
+    environment = DEFAULTS | {"HF_HUB_OFFLINE": "1"} | boot.environment() | ENVIRONMENT
     environment |= {pack.VARIABLE: "1" if packed else "0", "DCP_FIX_PLUGIN": "1"}
-    events = []
-    command = [sys.executable, "-P", "-m", "dcp_fix.real_vllm.timing_child", str(job), str(lines)]
-    waiting = Console(stderr=True).status(f"{name}: vLLM boots and works")
-    with waiting, supervise.running(command, log, environment) as child:
-        failure = supervise.follow(child, lines, LIMIT_S, lambda event: event and events.append(event))
-    said = boot_log.read(log)
-    if failure:
-        raise UserError(f"vLLM, {name}, {failure}: {said['error'] or boot_log.tail(log)[-1:]}")
-    return rows_of([event for event in events if event["event"] == "timed"], packed, said["plugin"])
+    with report.booting(name, folder / f"{boot.slug(name)}.log"):
+        result = boot.run(name, job, environment, folder, LIMIT_S)
+    if result.failure:
+        raise UserError(f"{name}: {result.failure}")
+    said = result.log["plugin"]
+    if packed is not any(line.startswith("pack_and_cut applied") for line in said):
+        raise UserError(f"{name}: the plugin says otherwise in vLLM's log: {'; '.join(said) or 'nothing'}")
+    return rows_of(result.seconds, packed, said)
 
 
-def rows_of(timed: list[dict], packed: bool, plugin: list[str]) -> list[dict]:
+def rows_of(seconds: dict[str, list[float]], packed: bool, plugin: list[str]) -> list[dict]:
     """Milliseconds: of a prefill as they are, of a decode step from the difference of two lengths, pair by pair."""
-    seconds = {(event["name"], event["new"]): event["seconds"] for event in timed}
-    pairs = zip(seconds["decode", 1 + STEPS], seconds["decode", 1], strict=True)
+    pairs = zip(seconds[f"decode {1 + STEPS}"], seconds["decode 1"], strict=True)
     times = {
-        "prefill": [1e3 * one for one in seconds["prefill", 1]],
+        "prefill": [1e3 * one for one in seconds["prefill 1"]],
         "decode": [1e3 * (long - short) / STEPS for long, short in pairs],
     }
     return [
@@ -132,17 +114,13 @@ def rows_of(timed: list[dict], packed: bool, plugin: list[str]) -> list[dict]:
     ]
 
 
-def median(rows: list[dict], work: str, packed: bool) -> float:
-    """Milliseconds of one work."""
-    (row,) = [row for row in rows if (row["work"], row["packed"]) == (work, packed)]
-    return statistics.median(row["ms"])
-
-
 def show(rows: list[dict]) -> None:
     """A line for each work."""
+    ms = {(row["work"], row["packed"]): statistics.median(row["ms"]) for row in rows}
     grid = Table("work", "as installed, ms", "packed, ms", "saved", "a layer, ms")
     for work in ("prefill", "decode"):
-        before, after = (median(rows, work, packed) for packed in (False, True))
-        saved = f"{1 - after / before:.0%}"
-        grid.add_row(work, f"{before:.3f}", f"{after:.3f}", saved, f"{(before - after) / LAYERS:.3f}")
+        before, after = ms[work, False], ms[work, True]
+        grid.add_row(
+            work, f"{before:.3f}", f"{after:.3f}", f"{1 - after / before:.0%}", f"{(before - after) / LAYERS:.3f}"
+        )
     Console(highlight=False).print(grid)

@@ -10,7 +10,7 @@ room of the key that was asked for.
 from dataclasses import dataclass
 from random import Random
 
-from dcp_fix.base.errors import UserError
+from dcp_fix.base.errors import UserError, shown
 from dcp_fix.tiny import corpus
 
 LOOKED_UP = [i for i, word in enumerate(corpus.FACT.split()) if word == "{}"][1:]  # place, colour, room in an answer
@@ -34,6 +34,10 @@ class Question:
         words = text.replace(".", " ").lower().split()
         return all(word in words for word in self.wanted)
 
+    def identity(self, batch: bool) -> str:
+        """Names its answer among the lines of a boot."""
+        return f"{'batch' if batch else 'alone'} {self.prompt_class} {self.number}"
+
 
 def of_corpus(classes: tuple[str, ...], number: int) -> list[Question]:
     """`number` prompts of each class."""
@@ -45,21 +49,18 @@ def of_corpus(classes: tuple[str, ...], number: int) -> list[Question]:
 
 
 def of_model(model: str, classes: tuple[str, ...], number: int) -> list[Question]:
-    """The same for another tokenizer, which transformers loads. Raises UserError if it cannot."""
-    tokenizer = load_tokenizer(model)
-    return [sized(tokenizer, name, i) for name in classes for i in range(number)]
+    """The same for another tokenizer, which transformers loads. Raises UserError if it cannot.
 
-
-def load_tokenizer(model: str):
-    """The model's tokenizer, from its folder or the hub."""
+    Code that a model brings along is not run.
+    """
     from transformers import AutoTokenizer
 
     try:
-        return AutoTokenizer.from_pretrained(model)
+        tokenizer = AutoTokenizer.from_pretrained(model, trust_remote_code=False)
     except (OSError, ValueError) as error:
-        raise UserError(
-            f"{model}: no tokenizer ({str(error).splitlines()[0]}): name a model folder or a hub id"
-        ) from None
+        reason = shown(str(error).splitlines()[0])
+        raise UserError(f"{shown(model)}: no tokenizer ({reason}): name a model folder or a hub id") from None
+    return [sized(tokenizer, name, i) for name in classes for i in range(number)]
 
 
 def sized(tokenizer, name: str, number: int) -> Question:
@@ -72,11 +73,10 @@ def sized(tokenizer, name: str, number: int) -> Question:
             low = middle
         else:
             high = middle
-    answer = words(name, number, low).answer
-    wanted = tuple(corpus.decode([answer[i]]) for i in LOOKED_UP)
-    ids = encoded(tokenizer, name, number, low)
+    ids, answer = encoded(tokenizer, name, number, low), words(name, number, low).answer
     if len(ids) > tokens:
         raise UserError(f"this tokenizer takes {len(ids)} tokens for {low} words: class {name} is too short for it")
+    wanted = tuple(corpus.decode([answer[i]]) for i in LOOKED_UP)
     return Question(name, number, ids, corpus.CACHED.get(name, 0), [], wanted)
 
 

@@ -9,32 +9,30 @@
 Every rung is one boot of vLLM's offline `LLM` in a child process of its own (llm_child.py), so no rung sees memory that
 another one wrote. All of its prompts are asked in that boot: one by one, and with `one_batch` all together once more.
 Memory that a broken kernel leaves unwritten holds whatever vLLM's allocator has there, so garbage differs from run to
-run. After every rung the record is written; a later run takes its rungs over with `resume`.
+run. After every rung the record is written and its rows are printed; a later run takes rungs over with `resume`.
 
-Here a rung before the last counts as broken if one answer differs from DCP1's: long prompts take another path.
-
-rungs.py says what each rung boots, boot.py boots it, rows.py judges what came out.
 It does not: time anything but the boot, or choose options that a model of another size needs (`--llm`).
 """
 
-import json
-import os
 import sys
 import tempfile
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
-from dcp_fix.base import equality
-from dcp_fix.base.errors import UserError
+from dcp_fix.base import equality, output
+from dcp_fix.base.errors import DIFFERS, UserError, shown
 from dcp_fix.base.process import printed, status_of, stoppable
+from dcp_fix.base.schema import Schema, allowed, checked
+from dcp_fix.engine.checkpoint import check_folder
 from dcp_fix.ladder import ladder
 from dcp_fix.plugin import put_back
-from dcp_fix.real_vllm import preflight, questions
-from dcp_fix.real_vllm.boot import boot, slug
-from dcp_fix.real_vllm.rows import Row, reference_of, repaired, row_from, rows_of
-from dcp_fix.real_vllm.rungs import REFERENCE, Rung, Settings, arguments, climb, needs_plugin, serve_args
+from dcp_fix.real_vllm import boot, boot_log, preflight, questions, report, rungs
+from dcp_fix.real_vllm.boot import Answered, Boot
+from dcp_fix.real_vllm.rows import RungRow, reference_of, rows_of
+from dcp_fix.real_vllm.rungs import REFERENCE, Rung, Settings
 from dcp_fix.records import machine, records
-from dcp_fix.records.fingerprints import checkpoint_terms
+from dcp_fix.records.fingerprints import checkpoint_terms, code_terms
 
 
 def from_options(json_path: Path | None, resume: Path | None, **given) -> int:
@@ -42,125 +40,170 @@ def from_options(json_path: Path | None, resume: Path | None, **given) -> int:
     words = {name: value for name, value in given.items() if value is not None}
     for name in ("classes", "rungs"):
         if name in words:
-            words[name] = tuple(word.strip() for word in words[name].split(",") if word.strip())
+            words[name] = listed(name, words[name])
     try:
         words["put_back"] = put_back.parse(words.get("put_back", ""))
     except ValueError as error:
-        raise UserError(f"--put-back: {error}") from None
-    words["llm"] = dict(pair(word) for word in words.get("llm", ()))
+        raise UserError(f"--put-back: {shown(error)}") from None
+    words["llm"] = rungs.llm_arguments(words.get("llm", ()))
     return main(Settings(**words), json_path, resume)
 
 
-def pair(word: str) -> tuple[str, object]:
-    """`key=value` of an argument of `LLM`: the value as JSON, or as text where it is none."""
-    key, equals, value = word.partition("=")
-    if not equals or not key.replace("-", "_").isidentifier():
-        raise UserError(
-            f'--llm {word!r}: write key=value, such as max_num_seqs=8 or attention_config=\'{{"backend": "X"}}\''
-        )
-    try:
-        return key.replace("-", "_"), json.loads(value)
-    except ValueError:
-        return key.replace("-", "_"), value
+def listed(name: str, text: str) -> tuple[str, ...]:
+    """Words separated by commas. Raises UserError where there is none, or one comes twice."""
+    words = tuple(word.strip() for word in text.split(",") if word.strip())
+    if not words or len(set(words)) < len(words):
+        raise UserError(f"--{name} {shown(text)!r}: allowed: names separated by commas, each of them once")
+    return words
 
 
 def main(settings: Settings, json_path: Path | None = None, resume: Path | None = None) -> int:
-    """Climb, print, record after every rung; 0 if something was broken and the plugin repairs it, else 1.
+    """Climb, record and print after every rung; 0 if all answers of the last rung are DCP1's, else 1.
 
     Raises UserError for what preflight.py refuses, unknown names, and a record that cannot be resumed.
     """
-    from dcp_fix.real_vllm import report
-
-    ladder.check_names(settings.classes)
-    wanted = climb(settings)
-    found = preflight.check(serve_args(settings), settings.tp * settings.pcp, any(needs_plugin(r) for r in wanted))
-    asked = ask(settings)
-    terms = terms_of(settings, asked, found["vllm"])
-    climbed = Climbed(settings, found, terms, *(taken_over(resume, terms) if resume else ([], {})))
+    wanted = climbable(settings)
+    vllm = preflight.check(settings.tp * settings.pcp, any(rung.plugin for rung in wanted))
+    run = RealLadder(settings, vllm, asked_of(settings), wanted)
+    if resume:
+        run.take_over(resume)
     if REFERENCE not in [rung.name for rung in wanted]:
-        reference_of(climbed.rows)
-    folder = logs_folder(settings, json_path)
+        reference_of(run.rows)
+    folder = Path(tempfile.mkdtemp(prefix="dcp-fix-vllm-", dir=settings.logs))  # a new one: nothing of the user's
     try:
         with stoppable():
-            for rung in wanted:
-                if rung.name not in climbed.boots:
-                    climbed.add(rung, asked, folder, report)
-                if json_path:
-                    records.record(json_path, machine.command_line(), report.as_json(climbed))
+            run.climb(folder, json_path)
     except KeyboardInterrupt as stop:
         print(f"interrupted: vLLM is stopped, its logs are in {folder}", file=sys.stderr)
         return status_of(stop)
-    printed(report.show, climbed)
-    return 0 if climbed.ok else 1
+    return 0 if run.ok else DIFFERS
 
 
-@dataclass
-class Climbed:
-    """Everything so far. `found`: what preflight.check returns; `boots`: a dict per rung, as the record holds it."""
-
-    settings: Settings
-    found: dict
-    terms: dict
-    rows: list[Row]
-    boots: dict[str, dict]
-
-    @property
-    def ok(self) -> bool:
-        """The exit status, as a truth."""
-        return repaired(self.rows, self.settings.prompts)
-
-    def add(self, rung: Rung, asked, folder: Path, report) -> None:
-        """Boot a rung and take its rows in."""
-        reference = {} if rung.name == REFERENCE else reference_of(self.rows)
-        total = len(asked) * (1 + self.settings.one_batch)
-        with report.progress(rung.name, total, folder / f"{slug(rung.name)}.log") as progress:
-            result = boot(self.settings, rung, asked, folder, progress)
-        self.rows += rows_of(rung.name, self.settings, asked, result, reference)
-        told = arguments(self.settings, rung, asked)
-        told["model"] = Path(told["model"]).name if Path(told["model"]).is_absolute() else told["model"]
-        self.boots[rung.name] = {
-            "llm": told, "environment": rung.environment, "put_back": list(rung.put_back), "seconds": result.seconds,
-            "vllm": result.vllm, "log": result.log,
-        }  # fmt: skip
+def climbable(settings: Settings) -> list[Rung]:
+    """The rungs. Raises UserError for settings that cannot be climbed, before anything is done."""
+    if settings.dcp < 2:
+        raise UserError("--dcp 1 is what the ladder compares with: choose another divisor of --tp")
+    ladder.check_names(settings.classes)
+    if not settings.model:
+        ladder.check_vocabulary(check_folder(settings.checkpoint))
+    if settings.logs:
+        output.check_folder(settings.logs)
+        settings.logs.mkdir(parents=True, exist_ok=True)
+    return rungs.climb(settings)
 
 
-def ask(settings: Settings) -> list[questions.Question]:
+def asked_of(settings: Settings) -> list[questions.Question]:
     """The questions of a run."""
     if settings.model:
         return questions.of_model(settings.model, settings.classes, settings.prompts)
     return questions.of_corpus(settings.classes, settings.prompts)
 
 
-def terms_of(settings: Settings, asked, vllm: str) -> dict:
-    """What two runs must share for the rungs of one to stand beside those of the other."""
-    one = asdict(replace(settings, logs=None))
-    kept = ("tp", "dcp", "pcp", "model", "prompts", "one_batch", "cuda_graphs", "llm")
-    if not settings.model:
-        one["model"] = checkpoint_terms(settings.checkpoint)
-    ids = [token for question in asked for token in (question.cached, *question.ids)]
-    return {name: one[name] for name in kept} | {
-        "classes": list(settings.classes), "asked": equality.digest(ids), "vllm": vllm,
-    }  # fmt: skip
+@dataclass
+class RealLadder:
+    """One run: the rows so far, and a dict per boot as the record holds it."""
+
+    settings: Settings
+    vllm: str
+    asked: list[questions.Question]
+    wanted: list[Rung]
+    rows: list[RungRow] = field(default_factory=list)
+    boots: dict[str, dict] = field(default_factory=dict)
+
+    @property
+    def ok(self) -> bool:
+        """The exit status, as a truth: whether all answers of the last rung are DCP1's."""
+        return all(row.whole for row in self.rows if row.rung == self.wanted[-1].name)
+
+    @property
+    def terms(self) -> dict:
+        """What two runs must share for the rungs of one to stand beside those of the other."""
+        one = asdict(replace(self.settings, logs=None))
+        kept = ("tp", "dcp", "pcp", "model", "prompts", "one_batch", "cuda_graphs", "llm")
+        if not self.settings.model:
+            one["model"] = checkpoint_terms(self.settings.checkpoint)
+        ids = [token for question in self.asked for token in (question.cached, *question.ids)]
+        return {name: one[name] for name in kept} | code_terms() | {
+            "classes": list(self.settings.classes), "asked": equality.digest(ids), "vllm": self.vllm,
+            "gpus": machine.hardware()["gpus"],
+        }  # fmt: skip
+
+    def climb(self, folder: Path, json_path: Path | None) -> None:
+        """Boot every rung that was not taken over; the record first, then what is printed."""
+        alone = output.to_stdout(json_path)  # standard output holds the record, once
+        show = (lambda *_: None) if alone else printed
+        show(report.show_title, self.settings, self.vllm)
+        show(report.show_rows, self.rows)
+        for rung in self.wanted:
+            rows = [] if rung.name in self.boots else self.add(rung, folder)
+            if json_path and (rung is self.wanted[-1] or not alone):
+                records.record(json_path, machine.command_line(), report.as_json(self))
+            show(report.show_rows, rows)
+        show(report.show_verdict, self)
+
+    def add(self, rung: Rung, folder: Path) -> list[RungRow]:
+        """Boot a rung and take its rows in."""
+        reference = {} if rung.name == REFERENCE else reference_of(self.rows)
+        job, environment = rungs.job(self.settings, rung, self.asked), rungs.child_environment(self.settings, rung)
+        with report.booting(rung.name, folder / f"{boot.slug(rung.name)}.log"):
+            result = boot.run(rung.name, job, environment, folder, self.settings.timeout)
+        if not result.failure:
+            ranks = self.settings.tp * rung.llm.get("prefill_context_parallel_size", 1)
+            result = replace(result, failure=boot_log.not_as_asked(result.log, rung.plugin, rung.put_back, ranks))
+        rows = rows_of(rung.name, self.settings, self.asked, result, reference)
+        self.rows += rows
+        self.boots[rung.name] = {
+            "llm": job["llm"] | {"model": Path(job["llm"]["model"]).name}, "environment": rung.environment,
+            "put_back": list(rung.put_back), "seconds": result.booted_s, "vllm": result.vllm, "log": result.log,
+        }  # fmt: skip
+        return rows
+
+    def take_over(self, path: Path) -> None:
+        """The rungs of an earlier record that have answers. Raises UserError if they are not this run's to use."""
+        recorded = records.load_record(path)["results"]
+        earlier = checked(Resumed, recorded, shown(path))
+        different = [name for name, value in self.terms.items() if earlier.terms.get(name) != value]
+        if different:
+            said = "; ".join(
+                f"{name} {earlier.terms.get(name)!r} there, {self.terms[name]!r} here" for name in different
+            )
+            raise UserError(f"{shown(path)} cannot be resumed, it differs in {shown(said, 1000)}")
+        usable = {row.rung for row in earlier.rows} & set(earlier.boots) - {r.rung for r in earlier.rows if r.failure}
+        try:
+            for rung in sorted(usable, key=lambda rung: rung != REFERENCE):
+                self.judge_again(rung, [row for row in earlier.rows if row.rung == rung])
+                self.boots[rung] = earlier.boots[rung]
+        except UserError as error:
+            raise UserError(f"{shown(path)} cannot be resumed: {error}") from None
+        told, again = [row for row in recorded["rows"] if row["rung"] in usable], map(report.row_json, self.rows)
+        if sorted(told, key=str) != sorted(again, key=str):
+            raise UserError(f"{shown(path)} cannot be resumed: its answers, judged again, come out otherwise")
+
+    def judge_again(self, rung: str, rows: list["RecordedRow"]) -> None:
+        """Take recorded answers in as if they had just come; the corpus's words follow from the tokens."""
+        answers = {}
+        for row in rows:
+            of_class = [question for question in self.asked if question.prompt_class == row.prompt_class]
+            for question, answer in zip(of_class, row.answers, strict=False):
+                text = answer.text if self.settings.model else None
+                answers[question.identity(row.batch)] = answer.model_copy(update={"text": text})
+        reference = {} if rung == REFERENCE else reference_of(self.rows)
+        self.rows += rows_of(rung, self.settings, self.asked, Boot(answers), reference)
 
 
-def taken_over(path: Path, terms: dict) -> tuple[list[Row], dict]:
-    """(rows, boots) of an earlier record: of its rungs that have answers. Raises UserError if its terms differ."""
-    results = records.load_record(path)["results"]
-    if "boots" not in results:
-        raise UserError(f"{path}: no record of `dcp-fix reproduce --engine vllm`, which alone can be resumed")
-    different = [name for name, value in terms.items() if results["terms"].get(name) != value]
-    if different:
-        said = "; ".join(f"{name} {results['terms'].get(name)!r} there, {terms[name]!r} here" for name in different)
-        raise UserError(f"{path} cannot be resumed, it differs in {said}")
-    failed = {row["rung"] for row in results["rows"] if row["failure"]}
-    rows = [row_from(row) for row in results["rows"] if row["rung"] not in failed]
-    return rows, {name: boot for name, boot in results["boots"].items() if name not in failed}
+class RecordedRow(Schema, extra="ignore"):
+    """What is read again of a row of a record."""
+
+    rung: str = allowed("a rung's name")
+    prompt_class: str = allowed("a prompt class")
+    batch: bool = allowed("true or false")
+    failure: str | None = allowed("a sentence, or null")
+    answers: list[Answered] = allowed("a list of answers")
 
 
-def logs_folder(settings: Settings, json_path: Path | None) -> Path:
-    """Where jobs, answers and logs go: as asked, else beside the record, else into a temporary folder that stays."""
-    folder = settings.logs or (json_path and json_path.with_name(f"{json_path.stem}-logs"))
-    if folder is None:
-        return Path(tempfile.mkdtemp(prefix="dcp-fix-vllm-"))
-    os.makedirs(folder, exist_ok=True)
-    return folder
+class Resumed(Schema, extra="ignore"):
+    """What is read again of the results of a ladder in real vLLM; it is judged again, so the rest follows from it."""
+
+    terms: dict[str, Any] = allowed("an object, as a ladder in real vLLM has it")
+    boots: dict[str, dict[str, Any]] = allowed("an object, a boot for each rung")
+    rows: list[RecordedRow] = allowed("a list of rows")

@@ -1,28 +1,35 @@
 """The rungs of the ladder in real vLLM: what each one boots, and what vLLM is told (real_ladder.py lists them).
 
-Arguments of `LLM` are those that were measured to work on two H200s; a rung's own come after them, the user's between.
+Arguments of `LLM` are those that were measured to work on two H200s; the user's go
+before them, and a rung's own before both. What an option of the command decides is refused as an argument of `LLM`.
 """
 
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from dcp_fix.base.errors import UserError
+from dcp_fix.base.bounded import parse_json
+from dcp_fix.base.errors import UserError, shown
+from dcp_fix.engine.checkpoint import check_folder
 from dcp_fix.ladder import ladder
 from dcp_fix.plugin import put_back
-from dcp_fix.real_vllm import preflight, questions
+from dcp_fix.real_vllm import boot
+from dcp_fix.real_vllm.questions import Question
 from dcp_fix.tiny import corpus
 
 REFERENCE, INSTALLED, WORKAROUND, PLUGIN = "DCP1", "as installed", "forced MQA", "with the plugin"
-NAMED = {"dcp1": REFERENCE, "installed": INSTALLED, "workaround": WORKAROUND, "plugin": PLUGIN}
+NAMED = ("dcp1", "installed", "workaround", "plugin")
 CLIMBED = ("unpatched", "+query norm", "+combine routing")  # all three put back, then one fewer each time
-FORCE_MQA = {"sparse_mla_force_mqa": True}
 TOGETHER = 64  # requests that vLLM runs at once in one batch
 BLOCK = 64  # tokens of a cache block of fp8_ds_mla
 SWITCHED_OFF = {"DCP_FIX_PLUGIN": "0"}
 # vLLM's settings that the rungs rely on, and those that a host without network needs.
 ENVIRONMENT = {"VLLM_LOGGING_LEVEL": "INFO", "VLLM_CONFIGURE_LOGGING": "1", "PYTHONUNBUFFERED": "1"}
 DEFAULTS = {"VLLM_NO_USAGE_STATS": "1", "VLLM_USE_FLASHINFER_SAMPLER": "0"}
+DECIDED = (  # by the command's own options and by the rung
+    "model", "tensor_parallel_size", "decode_context_parallel_size", "prefill_context_parallel_size", "enforce_eager",
+    "dcp_comm_backend",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -44,6 +51,11 @@ class Settings:
     timeout: float = 600.0
     logs: Path | None = None
 
+    @property
+    def ways(self) -> tuple[bool, ...]:
+        """How each prompt is asked: alone (False), and in one batch (True)."""
+        return (False, True) if self.one_batch else (False,)
+
 
 @dataclass(frozen=True)
 class Rung:
@@ -54,16 +66,19 @@ class Rung:
     llm: dict = field(default_factory=dict)
     environment: dict = field(default_factory=dict)
 
+    @property
+    def plugin(self) -> bool:
+        """Whether the plugin has to be loaded for this rung to be what its name says."""
+        return self.environment != SWITCHED_OFF
+
 
 def climb(settings: Settings) -> list[Rung]:
-    """The rungs that the settings ask for, DCP1 first. Raises UserError for one that is unknown."""
-    names = settings.rungs or ("dcp1", "installed", *backs(settings.put_back), "plugin")
-    return [rung(name, settings) for name in names]
+    """The rungs that the settings ask for. Raises UserError for one that is unknown.
 
-
-def backs(defects: tuple[str, ...]) -> list[str]:
-    """All of the defects, then without the first, and so on: each as the name of a rung."""
-    return ["+".join(defects[i:]) for i in range(len(defects))]
+    Defects to be put back: all of them, then without the first, and so on.
+    """
+    backs = ("+".join(settings.put_back[i:]) for i in range(len(settings.put_back)))
+    return [rung(name, settings) for name in settings.rungs or ("dcp1", "installed", *backs, "plugin")]
 
 
 def rung(name: str, settings: Settings) -> Rung:
@@ -73,12 +88,11 @@ def rung(name: str, settings: Settings) -> Rung:
         return Rung(REFERENCE, llm=parallel, environment=SWITCHED_OFF)
     if settings.pcp > 1:
         parallel |= {"prefill_context_parallel_size": settings.pcp}
-    if settings.dcp > 1:
-        parallel |= {"decode_context_parallel_size": settings.dcp, "dcp_comm_backend": "ag_rs"}
+    parallel |= {"decode_context_parallel_size": settings.dcp, "dcp_comm_backend": "ag_rs"}
     if name == "installed":
         return Rung(INSTALLED, llm=parallel, environment=SWITCHED_OFF)
     if name == "workaround":
-        attention = {**settings.llm.get("attention_config", {}), **FORCE_MQA}
+        attention = {**settings.llm.get("attention_config", {}), "sparse_mla_force_mqa": True}
         return Rung(WORKAROUND, llm=parallel | {"attention_config": attention}, environment=SWITCHED_OFF)
     if name == "plugin":
         return Rung(PLUGIN, llm=parallel)
@@ -94,22 +108,48 @@ def defects_of(name: str) -> tuple[str, ...]:
         defects = ()
     if not defects:
         known = ", ".join(NAMED)
-        raise UserError(f"--rungs: {name!r} is none of {known}, nor defects joined by + such as query-norm+k-rows")
+        raise UserError(f"--rungs: {shown(name)!r} is none of {known}, nor defects such as query-norm+k-rows")
     return defects
 
 
 def back_name(defects: tuple[str, ...]) -> str:
     """The rung's name in the table: that of today's ladder where the defects are history, else their names."""
     if defects == put_back.HISTORY[-len(defects) :]:
-        return CLIMBED[len(put_back.HISTORY) - len(defects)]
+        return CLIMBED[-len(defects)]
     return f"put back: {', '.join(defects)}"
 
 
 # --- what vLLM is told ------------------------------------------------------------------------------------------------
 
 
-def arguments(settings: Settings, rung: Rung, asked: list[questions.Question]) -> dict:
-    """Arguments of `LLM`: what was measured to work, the rung's own, the user's last."""
+def llm_arguments(words: list[str]) -> dict:
+    """Arguments of `LLM` as the command line has them. Raises UserError for one that would not count."""
+    told = dict(pair(word) for word in words)
+    for name in DECIDED:
+        if name in told:
+            raise UserError(f"--llm {name}: the command's own options decide that, so it would count for nothing")
+    if not isinstance(told.get("attention_config", {}), dict):
+        raise UserError('--llm attention_config: allowed: an object, such as {"backend": "FLASHMLA_SPARSE"}')
+    return told
+
+
+def pair(word: str) -> tuple[str, object]:
+    """`key=value` of an argument of `LLM`: the value as JSON, or as text where it is none."""
+    key, equals, value = word.partition("=")
+    key = key.replace("-", "_")
+    if not equals or not key.isidentifier():
+        raise UserError(f"--llm {shown(word)!r}: write key=value, such as max_num_seqs=8 or hf_overrides='{{}}'")
+    try:
+        json.loads(value)
+    except RecursionError:
+        pass  # said below
+    except ValueError:
+        return key, value
+    return key, parse_json(value.encode("utf-8", "surrogateescape"), f"--llm {key}")
+
+
+def arguments(settings: Settings, rung: Rung, asked: list[Question]) -> dict:
+    """Arguments of `LLM`: what was measured to work, the user's, the rung's own last."""
     ours = {
         "model": settings.model or str(settings.checkpoint),
         "kv_cache_dtype": "fp8_ds_mla",
@@ -124,52 +164,22 @@ def arguments(settings: Settings, rung: Rung, asked: list[questions.Question]) -
     return ours | settings.llm | rung.llm
 
 
-def sampling(settings: Settings) -> dict:
-    """Arguments of `SamplingParams`: greedy, with the margin to the second best token."""
-    greedy = {"temperature": 0.0, "max_tokens": ladder.NEW_TOKENS, "logprobs": 2}
-    if settings.model:
-        return greedy
-    ends = json.loads((settings.checkpoint / "config.json").read_text(encoding="utf-8"))["eos_token_id"]
-    return greedy | {"detokenize": False, "stop_token_ids": ends if isinstance(ends, list) else [ends]}
-
-
-def groups(settings: Settings, asked: list[questions.Question]) -> list[list[dict]]:
-    """Requests that are sent together: each alone, then all at once if asked."""
-    alone = [[request(question, batch=False)] for question in asked]
-    return alone + [[request(question, batch=True) for question in asked]] * settings.one_batch
-
-
-def request(question: questions.Question, batch: bool) -> dict:
-    """What llm_child.py takes for one question."""
-    return {"id": identity(question, batch), "ids": question.ids, "cached": question.cached}
-
-
-def identity(question: questions.Question, batch: bool) -> str:
-    """Names an answer in the file of answers."""
-    return f"{'batch' if batch else 'alone'} {question.prompt_class} {question.number}"
+def job(settings: Settings, rung: Rung, asked: list[Question]) -> dict:
+    """What llm_child.py is to do: greedy answers with the margin to the second best; each alone, then all at once."""
+    sampling = {"temperature": 0.0, "max_tokens": ladder.NEW_TOKENS, "logprobs": 2}
+    if not settings.model:
+        ends = check_folder(settings.checkpoint).eos_token_id
+        sampling |= {"detokenize": False, "stop_token_ids": [ends] if isinstance(ends, int) else list(ends)}
+    groups = []
+    for batch in settings.ways:
+        requests = [{"id": q.identity(batch), "ids": q.ids, "cached": q.cached} for q in asked]
+        groups += [requests] if batch else [[one] for one in requests]
+    return {"llm": arguments(settings, rung, asked), "sampling": sampling, "groups": groups}
 
 
 def child_environment(settings: Settings, rung: Rung) -> dict[str, str]:
     """The caller's environment, with what the rung is about and nothing left over from another one."""
-    inherited = {k: v for k, v in preflight.environment().items() if k not in ("DCP_FIX_PLUGIN", put_back.VARIABLE)}
+    inherited = {k: v for k, v in boot.environment().items() if k not in ("DCP_FIX_PLUGIN", put_back.VARIABLE)}
     offline = {"HF_HUB_OFFLINE": "1"} if not settings.model or Path(settings.model).is_dir() else {}
     runner = {"VLLM_USE_V2_MODEL_RUNNER": "1"} if rung.llm.get("prefill_context_parallel_size", 1) > 1 else {}
     return DEFAULTS | offline | runner | inherited | ENVIRONMENT | rung.environment
-
-
-def needs_plugin(rung: Rung) -> bool:
-    """Whether the plugin has to be loaded for a rung to be what its name says."""
-    return rung.environment != SWITCHED_OFF
-
-
-def serve_args(settings: Settings) -> str:
-    """The largest rung as arguments of `vllm serve`, for the doctor's rules."""
-    import shlex
-
-    told = {"kv_cache_dtype": "fp8_ds_mla", "dcp_comm_backend": "ag_rs"} | settings.llm
-    words = ["--model", settings.model or str(settings.checkpoint), "--tensor-parallel-size", str(settings.tp)]
-    words += ["-dcp", str(settings.dcp), "-pcp", str(settings.pcp), "--kv-cache-dtype", str(told["kv_cache_dtype"])]
-    words += ["--dcp-comm-backend", str(told["dcp_comm_backend"])]
-    if told.get("attention_backend"):
-        words += ["--attention-backend", str(told["attention_backend"])]
-    return shlex.join(words)

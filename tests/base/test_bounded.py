@@ -57,6 +57,7 @@ def test_what_is_no_file_is_refused_at_once(tmp_path, make, kind):
         (b'{"hidden_size": 1' + b"0" * 5000 + b"}", "an integer of 5001 digits"),
         (b"[NaN]", "NaN is no JSON"),
         (b"[-Infinity]", "-Infinity is no JSON"),
+        (b"[-1e999]", "-1e999 is beyond what a float holds"),
         (b'{"a": 1, "b": 2, "a": 3}', "the name 'a' comes twice in one object"),
         (b"\xff\xfe", "not a whole JSON file"),
         (b"\xef\xbb\xbf{}", "not a whole JSON file"),

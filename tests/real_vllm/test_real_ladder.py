@@ -1,34 +1,26 @@
-"""The ladder in real vLLM, with a look-alike `LLM`: rungs, rows, verdict, records, refusals, who is left behind."""
+"""The ladder in real vLLM, with a look-alike `LLM` in this process: rungs, rows, verdict, records, refusals."""
 
+import json
 import os
-import signal
-import subprocess
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from dcp_fix.base.errors import UserError
 from dcp_fix.learn import recorded_runs
 from dcp_fix.plugin import put_back
-from dcp_fix.real_vllm import boot_log, preflight, questions, real_ladder, rungs
-from dcp_fix.real_vllm import report as real_report
+from dcp_fix.real_vllm import boot, preflight, questions, real_ladder, rungs
 from dcp_fix.real_vllm.rungs import INSTALLED, PLUGIN, REFERENCE, WORKAROUND, Settings
 from dcp_fix.records import records
 from dcp_fix.tiny import corpus
 from tests.real_vllm import lookalike
-from tests.tools.heeding import heed_signals
 
-pytestmark = pytest.mark.timeout(120)
 ROOT = Path(__file__).parents[2]
 SMALL = Settings(classes=("512", "1024+1536"), timeout=60.0)
-NCCL = {
-    "torch": {"path": "/usr/lib/libnccl.so.2", "version": "2.28.9"},
-    "vllm": {"path": "/opt/libnccl.so.2", "version": "2.29.7", "missing": [], "refused": None},
-}
-ASK_WRAPPER = preflight.ask_wrapper
 BACK = ("query-norm", "combine-routing", "k-rows")
 
 
@@ -38,12 +30,16 @@ def host(tmp_path, monkeypatch):
     site = tmp_path / "site"
     lookalike.write(site)
     monkeypatch.syspath_prepend(site)
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(site), str(ROOT)]))
-    monkeypatch.setenv("FAKE_PIDS", str(tmp_path / "pids"))
+    monkeypatch.setitem(sys.modules, "vllm", lookalike.as_module())
+    monkeypatch.setattr(boot, "run", lookalike.run_here)
+    monkeypatch.setattr(preflight, "installed", lambda: site)
     monkeypatch.setattr(preflight, "gpu_count", lambda: 8)
-    monkeypatch.setattr(preflight, "ask_wrapper", lambda: NCCL)  # a process that imports torch, for seconds
-    monkeypatch.delenv("VLLM_PLUGINS", raising=False)
-    monkeypatch.delenv("VLLM_DISABLE_PYNCCL", raising=False)
+    monkeypatch.setenv("TMPDIR", str(tmp_path))
+    monkeypatch.setattr(real_ladder.tempfile, "tempdir", None)
+    monkeypatch.setenv("FAKE_PIDS", str(tmp_path / "pids"))
+    monkeypatch.setenv("DCP_FIX_COMMIT", "a" * 40)
+    for name in ("VLLM_PLUGINS", "VLLM_DISABLE_PYNCCL", "DCP_FIX_PLUGIN", put_back.VARIABLE):
+        monkeypatch.delenv(name, raising=False)
 
     class Host:
         path = tmp_path
@@ -52,15 +48,11 @@ def host(tmp_path, monkeypatch):
         def does(self, what):
             monkeypatch.setenv("FAKE_VLLM", what)
 
-        def pids(self):
-            file = tmp_path / "pids"
-            return [int(line) for line in file.read_text().split()] if file.exists() else []
-
     return Host()
 
 
-def results(host):
-    return records.load_record(host.json)["results"]
+def results(path):
+    return records.load_record(path)["results"]
 
 
 def counts(result, what="equal"):
@@ -71,251 +63,244 @@ def counts(result, what="equal"):
     return found
 
 
-def gone(pids):
-    """Whether none of the processes lives."""
-    return not any(map(alive, pids))
-
-
-def alive(pid):
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False
-
-
 # --- the ladder -------------------------------------------------------------------------------------------------------
 
 
 def test_wrong_as_installed_right_with_the_plugin(host, capsys):
     settings = replace(SMALL, prompts=2, one_batch=True, put_back=BACK)
     assert real_ladder.main(settings, host.json) == 0
-    result, out = results(host), capsys.readouterr()
+    result, out = results(host.json), capsys.readouterr()
     climbed = [REFERENCE, INSTALLED, "unpatched", "+query norm", "+combine routing", PLUGIN]
-    assert list(counts(result)) == climbed
-    assert counts(result) == dict.fromkeys(climbed, 4) | {REFERENCE: 8, PLUGIN: 8}
+    assert counts(result) == dict.fromkeys(climbed, 4) | {REFERENCE: 8, PLUGIN: 8} and list(counts(result)) == climbed
     first = result["rows"][4]
     assert (first["rung"], first["prompt_class"], first["batch"], first["nan"]) == (INSTALLED, "512", False, 2)
     answer = first["answers"][0]
     assert answer["tokens"][0] == 320 and answer["text"].startswith("<320> ") and answer["first_difference"] == 0
-    assert answer["logprobs"][:3] == [None, None, -0.25] and answer["nan"] == 2
-    assert [a["cached"] for row in result["rows"] if row["prompt_class"] != "512" for a in row["answers"]] == [
-        1024
-    ] * 24
+    assert answer["logprobs"][:3] == [None, None, -0.25] and answer["nan"] == 2 and answer["smallest_margin"] == 2.75
+    cached = [a["cached"] for row in result["rows"] if row["prompt_class"] != "512" for a in row["answers"]]
+    assert cached == [1024] * 24
     assert "Wrong as installed" in result["verdict"] and "8 of 8 with the plugin" in result["verdict"]
-    assert result["verdict"] in out.out and "<320>" in out.out and "r-logs" in out.err
+    assert result["verdict"] in out.out and "<320>" in out.out and "as-installed.log" in out.err
     assert result["boots"]["unpatched"]["environment"] == {put_back.VARIABLE: "query-norm,combine-routing,k-rows"}
-    assert result["boots"][PLUGIN]["log"]["nccl"] == "2.28.9"
-    assert result["boots"][PLUGIN]["log"]["backend"] == "FLASHMLA_SPARSE"
-    assert result["nccl"]["vllm"]["path"] == "libnccl.so.2"
+    log = result["boots"][PLUGIN]["log"]
+    assert (log["nccl"], log["backend"], log["plugin"]) == ("2.28.9", "FLASHMLA_SPARSE", ["this vLLM has k-rows"])
     assert str(host.path) not in host.json.read_text() and str(ROOT) not in host.json.read_text()
     facts = recorded_runs.facts(records.load_record(host.json))
     assert facts == [f"ladder in vLLM 0.29.0, TP2: {result['verdict']}"]
 
 
-def test_a_healthy_release_is_said_to_be_healthy_and_reproduces_nothing(host, capsys):
-    assert real_ladder.main(replace(SMALL, rungs=("dcp1", "workaround", "installed"), classes=("1024+1536",))) == 1
-    assert "Healthy as installed" in capsys.readouterr().out
-
-
-def test_the_workaround_is_a_rung_and_no_defect(host):
-    settings = replace(SMALL, rungs=("dcp1", "workaround"), llm={"attention_config": {"backend": "X"}})
-    assert real_ladder.main(settings, host.json) == 1
-    assert counts(results(host))[WORKAROUND] == 2
-    assert results(host)["boots"][WORKAROUND]["llm"]["attention_config"] == {
-        "backend": "X",
-        "sparse_mla_force_mqa": True,
-    }
-
-
-def test_a_later_run_takes_rungs_over(host, capsys):
-    assert real_ladder.main(replace(SMALL, rungs=("dcp1", "installed")), host.json) == 1
-    assert "the plugin was not tried" in capsys.readouterr().out
-    second = host.path / "second.json"
-    host.does("crash-at-dcp2")  # DCP1 and `installed` would fail if they were run again
-    assert real_ladder.main(replace(SMALL, rungs=("plugin",)), second, resume=host.json) == 1
-    assert counts(records.load_record(second)["results"]) == {REFERENCE: 2, INSTALLED: 1, PLUGIN: 0}
-    host.does("")
-    third = host.path / "third.json"
-    assert real_ladder.main(replace(SMALL, rungs=("dcp1", "installed", "plugin")), third, resume=second) == 0
-    assert counts(records.load_record(third)["results"]) == {REFERENCE: 2, INSTALLED: 1, PLUGIN: 2}
-
-
 @pytest.mark.parametrize(
-    ("changes", "named"), [({"prompts": 2}, "prompts 1 there, 2 here"), ({"llm": {"seed": 1}}, "llm {} there")]
-)
-def test_what_differs_cannot_be_resumed(host, changes, named):
-    real_ladder.main(replace(SMALL, rungs=("dcp1",)), host.json)
-    with pytest.raises(UserError, match=named):
-        real_ladder.main(replace(SMALL, **changes), resume=host.json)
+    ("asked", "classes", "does", "status", "says"),
+    [
+        ("dcp1,workaround,installed", "1024+1536", "", 0, "Healthy as installed"),
+        ("dcp1,workaround", "512", "", 0, "Nothing differs"),
+        ("dcp1,installed", "512", "", 1, "Wrong as installed; the plugin was not tried"),
+        ("dcp1,plugin", "512", "silent", 1, "did not load the plugin"),
+        ("dcp1,installed", "1024+1536", "empty", 1, "Wrong as installed"),
+        ("dcp1,installed", "1024+1536", "nan", 1, "Wrong as installed"),
+        ("dcp1,installed", "512", "crash", 1, "ended with status 1: ValueError: no such backend (see as-installed"),
+        ("dcp1,installed,plugin", "512", "junk", 0, "Wrong as installed, right with the plugin"),
+    ],
+)  # fmt: skip
+def test_the_status_is_that_of_the_last_rung(host, capsys, asked, classes, does, status, says):
+    host.does(does)
+    settings = replace(SMALL, rungs=tuple(asked.split(",")), classes=(classes,))
+    assert real_ladder.main(settings) == status
+    assert says in capsys.readouterr().out
 
 
-def test_another_kind_of_record_cannot_be_resumed(host):
-    records.record(host.json, "x", {"repaired": True})
-    with pytest.raises(UserError, match="no record of `dcp-fix reproduce --engine vllm`"):
-        real_ladder.main(SMALL, resume=host.json)
-
-
-def test_without_a_reference_nothing_boots(host):
+def test_a_reference_without_answers_is_none(host, monkeypatch):
     with pytest.raises(UserError, match="DCP1 has no answers: it was not run"):
         real_ladder.main(replace(SMALL, rungs=("plugin",)), host.json)
     assert not host.json.exists()
+    monkeypatch.setattr(lookalike.LLM, "output", lambda self, *rest: RIGHT(self, [], 0))
+    with pytest.raises(UserError, match="DCP1 answered without a token"):
+        real_ladder.main(replace(SMALL, rungs=("dcp1", "installed"), classes=("1024+1536",)))
 
 
-# --- what vLLM does to it ---------------------------------------------------------------------------------------------
+RIGHT = lookalike.LLM.output
 
 
-def test_a_crash_is_a_result_with_its_cause_and_leaves_nothing(host, capsys):
-    host.does("crash-at-dcp2")
-    assert real_ladder.main(replace(SMALL, rungs=("dcp1", "installed")), host.json) == 1
-    row = results(host)["rows"][-1]
-    assert row["failure"] == "vLLM ended with status 1: ValueError: no such backend (see as-installed.log)"
-    assert row["failure"] in capsys.readouterr().out.replace("\n", " ")
-    assert host.pids() and gone(host.pids())
+def test_rows_come_as_they_come_and_an_interrupt_keeps_them(host, monkeypatch, capsys):
+    def second(name, *rest):
+        if name == INSTALLED:
+            assert "DCP1                512 " in capsys.readouterr().out
+            raise KeyboardInterrupt
+        return lookalike.run_here(name, *rest)
+
+    monkeypatch.setattr(boot, "run", second)
+    assert real_ladder.main(SMALL, host.json) == 130
+    assert list(counts(results(host.json))) == [REFERENCE]
+    assert "logs are in" in capsys.readouterr().err
 
 
-def test_a_hang_ends_with_the_timeout(host):
-    host.does("hang")
-    assert real_ladder.main(replace(SMALL, rungs=("dcp1", "plugin"), timeout=3.0), host.json) == 1
-    assert "took longer than 3 s" in results(host)["rows"][-1]["failure"]
+def test_on_standard_output_the_record_is_alone(host, capsys):
+    assert real_ladder.main(replace(SMALL, rungs=("dcp1", "workaround"), classes=("512",)), Path("-")) == 0
+    assert counts(json.loads(capsys.readouterr().out)["results"]) == {REFERENCE: 1, WORKAROUND: 1}
 
 
-def test_a_grandchild_in_a_session_of_its_own_is_gone_too(host):
-    host.does("grandchild")
-    real_ladder.main(replace(SMALL, rungs=("dcp1", "installed"), classes=("512",)), host.json)
-    assert host.pids() and gone(host.pids())
-    assert counts(results(host))[INSTALLED] == 0  # answered and wrong, not failed
-    assert not results(host)["rows"][-1]["failure"]
+def test_a_file_that_lies_among_the_logs_is_left_alone(host):
+    logs, mine = host.path / "logs", host.path / "mine"
+    logs.mkdir()
+    mine.write_text("mine")
+    for name in ("dcp1.log", "dcp1.lines.jsonl", "dcp1.job.json"):
+        (logs / name).symlink_to(mine)
+    assert real_ladder.main(replace(SMALL, rungs=("dcp1",), classes=("512",), logs=logs)) == 0
+    assert mine.read_text() == "mine" and len(list(logs.glob("*/dcp1.log"))) == 1
 
 
-def test_what_vllm_prints_is_never_taken_for_an_answer(host):
-    host.does("junk")
-    assert real_ladder.main(SMALL, host.json) == 0
+# --- an earlier record ------------------------------------------------------------------------------------------------
 
 
-def test_a_plugin_that_was_not_loaded_is_no_plugin_rung(host):
-    host.does("silent")
-    assert real_ladder.main(replace(SMALL, rungs=("dcp1", "plugin")), host.json) == 1
-    assert "did not load the plugin" in results(host)["rows"][-1]["failure"]
+def test_a_later_run_takes_rungs_over(host):
+    one = replace(SMALL, classes=("512",))
+    assert real_ladder.main(replace(one, rungs=("dcp1", "installed")), host.json) == 1
+    second = host.path / "second.json"
+    host.does("crash")  # `installed` would fail if it were run again
+    assert real_ladder.main(replace(one, rungs=("plugin",)), second, resume=host.json) == 1
+    host.does("")
+    third = host.path / "third.json"
+    assert real_ladder.main(replace(one, rungs=("dcp1", "installed", "plugin")), third, resume=second) == 0
+    assert counts(results(third)) == {REFERENCE: 1, INSTALLED: 0, PLUGIN: 1}
 
 
-@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)])
-def test_an_interrupt_and_a_killed_parent_leave_no_process(host, number, status):
-    host.does("hang")
-    script = (
-        "from dcp_fix.real_vllm import preflight, real_ladder\n"
-        "from tests.real_vllm.test_real_ladder import NCCL, SMALL\n"
-        "from dataclasses import replace\n"
-        "preflight.gpu_count, preflight.ask_wrapper = lambda: 8, lambda: NCCL\n"
-        f"raise SystemExit(real_ladder.main(replace(SMALL, rungs=('dcp1', 'installed')), {str(host.json)!r} and "
-        f"__import__('pathlib').Path({str(host.json)!r})))\n"
-    )
-    parent = subprocess.Popen(
-        [sys.executable, "-c", script], cwd=ROOT, stderr=subprocess.PIPE, text=True, preexec_fn=heed_signals
-    )
-    log = host.path / "r-logs/as-installed.log"
-    wait_for(lambda: log.exists() and "hanging" in log.read_text(), parent)
-    children = [pid for pid in map(int, filter(str.isdigit, os.listdir("/proc"))) if parent_of(pid) == parent.pid]
-    assert children
-    parent.send_signal(number)
-    parent.communicate(timeout=60)
-    assert parent.returncode == status
-    wait_for(lambda: gone(children))
-    assert list(counts(results(host))) == [REFERENCE]  # what was there before is kept
+@pytest.fixture
+def earlier(host):
+    """(a record, what resuming a changed copy of it says)"""
+    settings = replace(SMALL, rungs=("dcp1", "installed"), classes=("512",))
+    real_ladder.main(settings, host.json)
+    sound = host.json.read_text()
+
+    def resumed(change, **changes):
+        record = json.loads(sound)
+        change(record)
+        host.json.write_text(json.dumps(record))
+        with pytest.raises(UserError) as refused:
+            real_ladder.main(replace(settings, **changes), resume=host.json)
+        return str(refused.value)
+
+    return json.loads(sound), resumed
 
 
-def wait_for(condition, process=None, limit=60.0):
-    deadline = time.monotonic() + limit
-    while not condition():
-        assert time.monotonic() < deadline
-        assert process is None or process.poll() is None, process.communicate()[1]
-        time.sleep(0.05)
+@pytest.mark.parametrize(
+    ("place", "value", "says"),
+    [
+        ("terms.commit", "b" * 40, "differs in commit"),
+        ("terms.gpus", ["another"], "differs in gpus"),
+        ("terms.torch", "1.0", "differs in torch"),
+        ("terms", None, "terms is null; allowed: an object"),
+        ("rows", None, "rows is null; allowed: a list of rows"),
+        ("rows.0", [], "rows.0"),
+        ("boots", 5, "boots is 5; allowed: an object, a boot for each rung"),
+        ("rows.0.answers.0.tokens.3", 99, "answers, judged again, come out otherwise"),
+        ("rows.0.answers.0.tokens", [1 << 63], "rows.0.answers.0.tokens"),
+        ("rows.0.answers.0.sha256", "0" * 64, "come out otherwise"),
+        ("rows.1.equal", 1, "come out otherwise"),
+        ("rows.1.answers.0.of the future", 1, "come out otherwise"),
+    ],
+)
+def test_a_record_that_is_not_this_runs_is_refused(earlier, place, value, says):
+    def change(record):
+        *path, last = place.split(".")
+        found = record["results"]
+        for name in path:
+            found = found[int(name) if name.isdecimal() else name]
+        found[int(last) if last.isdecimal() else last] = value
+
+    said = earlier[1](change)
+    assert "r.json" in said and says in said, said
 
 
-def parent_of(pid):
+def test_other_settings_and_other_commands_are_refused(earlier):
+    assert "prompts 1 there, 2 here" in earlier[1](lambda record: None, prompts=2)
+    assert "lacks terms" in earlier[1](lambda record: record.update(results={"repaired": True}))
+
+
+VALUES = st.none() | st.booleans() | st.integers(-1, 1 << 70) | st.floats() | st.text(max_size=3)
+JSON = st.recursive(VALUES, lambda inner: st.lists(inner, max_size=2) | st.dictionaries(st.text(max_size=3), inner))
+
+
+def places(value, path=()):
+    """Every place within a value of JSON."""
+    yield path
+    inner = value.items() if isinstance(value, dict) else enumerate(value[:3]) if isinstance(value, list) else ()
+    for name, one in inner:
+        yield from places(one, (*path, name))
+
+
+@pytest.fixture(scope="module")
+def sound(tmp_path_factory):
+    """(a run of which nothing has been climbed, the record of one that has)"""
+    folder = tmp_path_factory.mktemp("sound")
+    settings = replace(SMALL, rungs=("dcp1", "installed"), classes=("512",), logs=folder)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(boot, "run", lookalike.run_here)
+        patch.setitem(sys.modules, "vllm", lookalike.as_module())
+        run = real_ladder.RealLadder(settings, "0.29.0", questions.of_corpus(("512",), 1), rungs.climb(settings))
+        patch.setattr(real_ladder.RealLadder, "terms", {"tp": 2})
+        run.climb(folder, folder / "r.json")
+    return folder / "damaged.json", json.loads((folder / "r.json").read_text()), run
+
+
+@given(st.data())
+def test_any_damage_to_a_record_is_one_sentence(sound, data):
+    path, record, run = sound
+    record = json.loads(json.dumps(record))
+    *way, last = data.draw(st.sampled_from([place for place in places(record) if place]))
+    found = record
+    for name in way:
+        found = found[name]
+    if data.draw(st.booleans()):
+        found[last] = data.draw(JSON)
+    else:
+        del found[last]
+    text = json.dumps(record)
+    path.write_text(text[: data.draw(st.sampled_from([len(text)] * 9 + [len(text) // 2]))])
+    again = replace(run, rows=[], boots={})
     try:
-        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-    except OSError:
-        return None
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(real_ladder.RealLadder, "terms", {"tp": 2})
+            again.take_over(path)
+    except UserError as error:
+        assert str(error).replace("\n", "").isprintable() and "damaged.json" in str(error)
+    else:
+        tokens = {(row.rung, str(answer.tokens)) for row in run.rows for answer in row.answers}
+        assert {(row.rung, str(answer.tokens)) for row in again.rows for answer in row.answers} <= tokens
 
 
 # --- at the door ------------------------------------------------------------------------------------------------------
 
+WORDS = {"dcp": 2, "classes": "512", "rungs": None, "put_back": None, "llm": None, "logs": None, "checkpoint": None}
+DEEP = "x=" + "[" * 100_000
+
 
 @pytest.mark.parametrize(
-    ("gpus", "says"), [(0, "no CUDA device.*leave out `--engine vllm`"), (1, "2 GPUs are needed .* and 1 are here")]
+    ("words", "says"),
+    [
+        ({"dcp": 1}, "--dcp 1 is what the ladder compares with"),
+        ({"classes": ""}, "--classes '': allowed"),
+        ({"classes": "512,512"}, "--classes '512,512': allowed: .* each of them once"),
+        ({"classes": "513"}, "prompt class '513'"),
+        ({"rungs": "dcp1,other"}, r"--rungs: 'other' is none of dcp1, .*query-norm\+k-rows"),
+        ({"rungs": "query-norm+other"}, "--rungs: "),
+        ({"put_back": "x"}, "--put-back: 'x' is no defect that can be put back"),
+        ({"llm": ["x"]}, "write key=value"),
+        ({"llm": ["a b=1"]}, "write key=value"),
+        ({"llm": ["x=NaN"]}, "--llm x: .*NaN is no JSON"),
+        ({"llm": ["x=1e999"]}, "--llm x: .*1e999"),
+        ({"llm": [DEEP]}, "--llm x: nested too deeply"),
+        ({"llm": ["attention_config=5"]}, "--llm attention_config: allowed: an object"),
+        ({"llm": ["decode-context-parallel-size=1"]}, "--llm decode_context_parallel_size: the command's own options"),
+        ({"checkpoint": Path("/nope")}, "/nope"),
+        ({"logs": Path(__file__)}, "test_real_ladder.py: .* no folder"),
+        ({"logs": Path("/proc/x")}, "/proc/x: cannot be written"),
+    ],
 )
-def test_too_few_gpus(host, monkeypatch, gpus, says):
-    monkeypatch.setattr(preflight, "gpu_count", lambda: gpus)
-    with pytest.raises(UserError, match=says):
-        real_ladder.main(SMALL)
-
-
-def test_no_vllm(monkeypatch):
-    monkeypatch.setattr(preflight.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(UserError, match="not installed.*pip install vllm"):
-        preflight.installed()
-
-
-def test_a_disabled_nccl_wrapper_is_refused_with_both_libraries(host, monkeypatch):
-    monkeypatch.setattr(preflight, "ask_wrapper", ASK_WRAPPER)
-    assert preflight.check_nccl()["vllm"]["missing"] == ["ncclCommQueryProperties"]  # which its wrapper can do without
-    host.does("old-nccl")
-    with pytest.raises(UserError) as refused:
-        real_ladder.main(SMALL)
-    said = str(refused.value)
-    assert "undefined symbol: ncclCommQueryProperties" in said and "which lacks ncclCommQueryProperties" in said
-    assert "torch has loaded" in said and "vLLM loads" in said and "VLLM_NCCL_SO_PATH" in said
-
-
-def test_the_switch_that_disables_nccl_is_refused(host, monkeypatch):
-    monkeypatch.setenv("VLLM_DISABLE_PYNCCL", "1")
-    with pytest.raises(UserError, match="unset it"):
-        real_ladder.main(SMALL)
-
-
-def test_a_plugin_that_vllm_would_not_find(host, monkeypatch):
-    monkeypatch.setenv("VLLM_PLUGINS", "other")
-    with pytest.raises(UserError, match="VLLM_PLUGINS='other'"):
-        real_ladder.main(SMALL)
-    monkeypatch.setattr(preflight.importlib.metadata, "entry_points", lambda group: [])
-    with pytest.raises(UserError, match="pip install -e"):
-        preflight.check_plugin()
-    real_ladder.main(replace(SMALL, rungs=("dcp1",)))  # which needs none
-
-
-@pytest.mark.parametrize("word", ["other", "query-norm+other", ""])
-def test_an_unknown_rung(word):
-    with pytest.raises(UserError, match=r"--rungs: .*query-norm\+k-rows"):
-        rungs.climb(Settings(rungs=(word,)))
-
-
-# --- words of the command line ----------------------------------------------------------------------------------------
-
-
-def test_arguments_of_llm(host):
-    settings = replace(SMALL, dcp=4, tp=2, pcp=2, cuda_graphs=True, one_batch=True, llm={"max_num_seqs": 7, "x": "y"})
-    asked = questions.of_corpus(settings.classes, 2)
-    told = rungs.arguments(settings, rungs.rung("installed", settings), asked)
-    assert told["tensor_parallel_size"] == 2 and told["prefill_context_parallel_size"] == 2
-    assert told["decode_context_parallel_size"] == 4 and told["dcp_comm_backend"] == "ag_rs"
-    assert told["enforce_eager"] is False and told["max_num_seqs"] == 7 and told["x"] == "y"
-    assert told["max_model_len"] == 2624 and told["max_model_len"] % 64 == 0
-    alone = rungs.arguments(settings, rungs.rung("dcp1", settings), asked)
-    assert {"decode_context_parallel_size", "dcp_comm_backend", "prefill_context_parallel_size"}.isdisjoint(alone)
-    environment = rungs.child_environment(settings, rungs.rung("installed", settings))
-    assert environment["VLLM_USE_V2_MODEL_RUNNER"] == "1" and environment["DCP_FIX_PLUGIN"] == "0"
-
-
-def test_the_callers_switches_do_not_reach_another_rung(host, monkeypatch):
-    monkeypatch.setenv("DCP_FIX_PLUGIN", "0")
-    monkeypatch.setenv(put_back.VARIABLE, "k-rows")
-    environment = rungs.child_environment(SMALL, rungs.rung("plugin", SMALL))
-    assert "DCP_FIX_PLUGIN" not in environment and put_back.VARIABLE not in environment
-
-
-def test_names_of_rungs():
-    names = [rung.name for rung in rungs.climb(Settings(put_back=("query-norm", "k-rows")))]
-    assert names == [REFERENCE, INSTALLED, "put back: query-norm, k-rows", "+combine routing", PLUGIN]
+def test_what_is_refused_before_anything_boots(host, words, says):
+    with pytest.raises(UserError, match=says) as refused:
+        real_ladder.from_options(json_path=host.json, resume=None, **WORDS | words)
+    assert str(refused.value).isprintable()
+    assert not host.json.exists()
 
 
 @pytest.mark.parametrize(
@@ -323,65 +308,54 @@ def test_names_of_rungs():
     [("max-num-seqs=8", ("max_num_seqs", 8)), ('a={"b": 1}', ("a", {"b": 1})), ("dtype=half", ("dtype", "half"))],
 )
 def test_an_argument_of_llm(word, pair):
-    assert real_ladder.pair(word) == pair
+    assert rungs.pair(word) == pair
 
 
-@pytest.mark.parametrize("word", ["x", "=1", "a b=1"])
-def test_a_bad_argument_of_llm(word):
-    with pytest.raises(UserError, match="write key=value"):
-        real_ladder.pair(word)
+def test_a_host_that_cannot_climb(host, monkeypatch):
+    monkeypatch.setenv("VLLM_DISABLE_PYNCCL", "1")
+    with pytest.raises(UserError, match="unset it"):
+        real_ladder.main(SMALL)
+    monkeypatch.setattr(preflight, "gpu_count", lambda: 1)
+    with pytest.raises(UserError, match="2 GPUs are needed .* and 1 are here"):
+        real_ladder.main(SMALL)
+    monkeypatch.setenv("VLLM_PLUGINS", "other")
+    with pytest.raises(UserError, match="VLLM_PLUGINS='other'"):
+        real_ladder.main(SMALL)
+    monkeypatch.setattr(preflight.importlib.metadata, "entry_points", lambda group: [])
+    with pytest.raises(UserError, match="pip install -e"):
+        real_ladder.main(SMALL)
+    monkeypatch.undo()
+    monkeypatch.setattr(preflight.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match="not installed.*pip install vllm"):
+        preflight.check(2, plugin=False)
 
 
-@pytest.mark.parametrize(
-    ("words", "says"),
-    [
-        (["--engine", "vllm", "--stale", "noise"], "--stale have no meaning with --engine vllm"),
-        (["--put-back", "k-rows", "--one-batch"], "--put-back, --one-batch need --engine vllm"),
-        (["--engine", "vllm", "--put-back", "x"], "--put-back: 'x' is no defect that can be put back"),
-    ],
-)
-def test_options_that_would_do_nothing_are_refused(words, says, capsys, monkeypatch):
-    from dcp_fix import cli
-
-    monkeypatch.setattr(sys, "argv", ["dcp-fix", "reproduce", *words])
-    with pytest.raises(SystemExit) as ended:
-        cli.main()
-    said = " ".join(capsys.readouterr().err.replace("│", " ").split())
-    assert ended.value.code == 2 and says in said
+# --- what vLLM is told ------------------------------------------------------------------------------------------------
 
 
-# --- logs and prompts -------------------------------------------------------------------------------------------------
+def test_arguments_of_llm(monkeypatch):
+    monkeypatch.setenv("DCP_FIX_PLUGIN", "0")
+    monkeypatch.setenv(put_back.VARIABLE, "k-rows")
+    llm = {"max_num_seqs": 7, "x": "y", "attention_config": {"backend": "X"}}
+    settings = replace(SMALL, dcp=4, tp=2, pcp=2, cuda_graphs=True, one_batch=True, llm=llm)
+    asked = questions.of_corpus(settings.classes, 2)
+    told = rungs.arguments(settings, rungs.rung("workaround", settings), asked)
+    assert told["tensor_parallel_size"] == 2 and told["prefill_context_parallel_size"] == 2
+    assert told["decode_context_parallel_size"] == 4 and told["dcp_comm_backend"] == "ag_rs"
+    assert told["enforce_eager"] is False and told["max_num_seqs"] == 7 and told["x"] == "y"
+    assert told["attention_config"] == {"backend": "X", "sparse_mla_force_mqa": True}
+    assert told["max_model_len"] == 2624 and told["max_model_len"] % 64 == 0
+    alone = rungs.arguments(settings, rungs.rung("dcp1", settings), asked)
+    assert {"decode_context_parallel_size", "dcp_comm_backend", "prefill_context_parallel_size"}.isdisjoint(alone)
+    environment = rungs.child_environment(settings, rungs.rung("installed", settings))
+    assert environment["VLLM_USE_V2_MODEL_RUNNER"] == "1" and environment["DCP_FIX_PLUGIN"] == "0"
+    environment = rungs.child_environment(SMALL, rungs.rung("plugin", SMALL))  # the caller's own do not reach it
+    assert "DCP_FIX_PLUGIN" not in environment and put_back.VARIABLE not in environment
 
 
-def test_the_last_error_at_first_hand(tmp_path):
-    log = tmp_path / "log"
-    log.write_text(
-        "INFO booting\n(Worker pid=3) \x1b[31mERROR\x1b[0m 11-29 [x.py:3] torch.OutOfMemoryError: CUDA out of memory\n"
-        "(EngineCore pid=2) ERROR EngineCore failed to start.\n"
-        "RuntimeError: Engine core initialization failed. See root cause above.\n"
-    )
-    assert boot_log.read(log)["error"] == "torch.OutOfMemoryError: CUDA out of memory"
-    log.write_text("RuntimeError: Engine core initialization failed.\n")
-    assert boot_log.read(log)["error"] == "RuntimeError: Engine core initialization failed."
-    log.write_bytes(b"")
-    assert boot_log.read(log) == {"nccl": None, "backend": None, "plugin": [], "error": None}
-
-
-@pytest.mark.parametrize(
-    ("plugin", "back", "lines", "says"),
-    [
-        (True, (), [], "did not load"),
-        (True, (), ["switched off by DCP_FIX_PLUGIN=0"], "did not load"),
-        (True, (), ["this vLLM needs none of the plugin's repairs, nothing is changed"], None),
-        (False, (), [], None),
-        (False, (), ["replace_launcher applied to vllm.x"], "although it was switched off"),
-        (True, ("k-rows",), ["this vLLM has k-rows"], "did not put k-rows back"),
-        (True, ("k-rows",), ["k_rows_put_back applied to vllm.x"], None),
-    ],
-)
-def test_a_boot_that_is_not_what_its_rung_says(plugin, back, lines, says):
-    found = boot_log.not_as_asked({"plugin": lines}, plugin, back)
-    assert found is None if says is None else says in found
+def test_names_of_rungs():
+    names = [rung.name for rung in rungs.climb(Settings(put_back=("query-norm", "k-rows")))]
+    assert names == [REFERENCE, INSTALLED, "put back: query-norm, k-rows", "+combine routing", PLUGIN]
 
 
 class Letters:
@@ -392,8 +366,15 @@ class Letters:
 
 
 @pytest.mark.parametrize("name", ["512", "1024+1536"])
-def test_prompts_are_sized_by_the_models_tokenizer(name):
-    question = questions.sized(Letters(), name, 1)
+def test_prompts_are_sized_by_the_models_tokenizer(monkeypatch, name):
+    transformers = pytest.importorskip("transformers")
+
+    def load(model, trust_remote_code):
+        assert trust_remote_code is False  # None would ask, and run the model's code for a "y"
+        return Letters()
+
+    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", load)
+    question = questions.of_model("any", (name,), 2)[1]
     tokens = corpus.CLASSES[name][0]
     assert tokens - 3 <= len(question.ids) <= tokens and question.cached == corpus.CACHED.get(name, 0)
     place, colour, room = question.wanted
@@ -402,9 +383,8 @@ def test_prompts_are_sized_by_the_models_tokenizer(name):
     assert not question.right([], f"It opens the {place} lock of the {colour} door.")
 
 
-def test_progress_says_how_far_it_is():
-    state = real_report.Progress("DCP1", 3)
-    assert "vLLM boots" in state.text() and not state.due()
-    for event in ({"event": "booted"}, {"event": "answer"}, None):
-        state.take(event)
-    assert "1 of 3 answers" in state.text()
+def test_a_model_without_a_tokenizer(tmp_path):
+    pytest.importorskip("transformers")
+    os.makedirs(tmp_path / "m")
+    with pytest.raises(UserError, match="no tokenizer"):
+        questions.of_model(str(tmp_path / "m"), ("512",), 1)

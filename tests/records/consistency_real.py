@@ -70,8 +70,8 @@ def counts(answers: list[dict]) -> dict:
 
 
 def whole(rows: list[dict], prompts: int) -> bool:
-    """Whether every answer of some rows is DCP1's."""
-    return all(not row["failure"] and row["equal"] == prompts for row in rows)
+    """Whether every answer of some rows is DCP1's; one with a logprob that is no number proves nothing."""
+    return all(not row["failure"] and row["equal"] == prompts and not row["nan"] for row in rows)
 
 
 def repaired(run: dict) -> bool:

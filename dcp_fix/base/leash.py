@@ -1,6 +1,6 @@
 """A process and everything that it starts end when it ends, when the caller says so, or when the caller dies.
 
-    leashed(lifeline, keep, work)     forks: the child does `work()`, this process waits and then ends all that is left
+    leashed(lifeline, work)     forks: the child does `work()`, this process waits and then ends all that is left
 
 `lifeline` is the read end of a pipe whose write end the caller holds: a byte, or the end of the pipe, means "enough".
 This process becomes the parent of every orphan below it (Linux, PR_SET_CHILD_SUBREAPER), so a process that left the
@@ -20,11 +20,11 @@ import time
 from collections.abc import Callable
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
-PATIENCE = 5.0  # seconds for killed processes to go
+PATIENCE = 5.0  # seconds that killed processes get
 
 
-def leashed(lifeline: int, keep: int, work: Callable[[], None]) -> None:
-    """Does not return. `keep` is a file descriptor that the child alone holds."""
+def leashed(lifeline: int, work: Callable[[], None], keep: int | None = None, patience: float = PATIENCE) -> None:
+    """Does not return. `keep` is a file descriptor that the child alone holds; `patience`: seconds for the killed."""
     prctl(PR_SET_CHILD_SUBREAPER, 1)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     child = os.fork()
@@ -33,9 +33,10 @@ def leashed(lifeline: int, keep: int, work: Callable[[], None]) -> None:
         prctl(PR_SET_PDEATHSIG, signal.SIGKILL)  # a target may kill its parent, which would end it
         work()
         os._exit(0)
-    os.close(keep)
+    if keep is not None:
+        os.close(keep)
     status = wait(child, lifeline)
-    end_all()
+    end_all(patience)
     leave(status)
 
 
@@ -53,9 +54,9 @@ def wait(child: int, lifeline: int) -> int | None:
     return os.waitpid(child, 0)[1] if watched in ready else None
 
 
-def end_all() -> None:
+def end_all(patience: float) -> None:
     """Kill every descendant: those below a killed one become ours, and are next."""
-    deadline = time.monotonic() + PATIENCE
+    deadline = time.monotonic() + patience
     while time.monotonic() < deadline:
         for pid in children():
             with contextlib.suppress(ProcessLookupError, PermissionError):
