@@ -1,10 +1,10 @@
 # make demo   the garbage, four repairs, byte-identical output      make lab        JupyterLab at notebooks/00_start_here
-# make test   every test and every notebook                         make notebooks  run the notebooks anew and keep the outputs
-# make clean  remove what the others made                           make slides     HTML slides of the notebooks
+# make quick  lint, types and every test that is not slow           make notebooks  run the notebooks anew and keep the outputs
+# make test   every test and every notebook                         make slides     HTML slides of the notebooks
+# make clean  remove what the others made
 #
-# Not part of make test: make mutants (defects put in, one at a time), make fuzz (10,000 inputs a property),
-# make endure (thousands of requests through one engine), make environments (other versions and surroundings); their
-# figures are in tests/tools/figures. make lock writes requirements.lock anew when constraints.txt has changed.
+# The long runs, whose figures are in tests/tools/figures and explained in tests/README.md: make mutants, make fuzz,
+# make endure, make environments. make lock writes requirements.lock anew when constraints.txt has changed.
 #
 # Set-up happens once, in .venv, and again only when pyproject.toml or constraints.txt changes.
 # PYTHON=/path/to/python3.12 chooses the interpreter; without it the first Python 3.11 or 3.12 found is taken.
@@ -12,7 +12,7 @@
 SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := demo
-.PHONY: demo test lab notebooks slides clean mutants fuzz endure environments lock
+.PHONY: demo quick lint test lab notebooks slides clean mutants fuzz endure environments lock
 
 PYTHON ?=
 VENV := .venv
@@ -24,10 +24,16 @@ RIGHT_VERSION := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3,
 demo: $(VENV)/.core
 	$(VENV)/bin/dcp-fix reproduce
 
-test: $(VENV)/.all
+lint: $(VENV)/.all
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(VENV)/bin/lint-imports
+	$(PY) -m mypy
+
+quick: lint
+	$(PY) -m pytest -q -n 2 --dist loadfile -m "not slow"
+
+test: lint
 	$(PY) -m pytest -n 2 --dist loadfile
 ifneq ($(NOTEBOOKS),)
 	PYTHONWARNINGS=ignore $(PY) -m pytest -n 2 --dist loadfile --nbval --nbval-current-env --nbval-cell-timeout=180 \
@@ -50,7 +56,7 @@ fuzz: $(VENV)/.all
 	$(PY) -m tests.tools.fuzz
 
 endure: $(VENV)/.all
-	$(PY) -m tests.tools.endure
+	MALLOC_ARENA_MAX=1 $(PY) -m tests.tools.endure
 
 environments: $(VENV)/.all
 	$(PY) -m tests.tools.environments
@@ -60,7 +66,7 @@ lock: $(VENV)/.all
 	$(PY) -m tests.tools.lock
 
 clean:
-	rm -rf $(VENV) build dist slides *.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist slides *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # pip arrives last, so a venv that was cut short is made again.

@@ -2,9 +2,9 @@
 
     python -P -m dcp_fix.doctor.child LIFELINE FD        the request on standard input, the lines of runner.py into FD
 
-    python -P -m dcp_fix.doctor.child LIFELINE FD      the request on standard input, the lines of runner.py into FD
-{"root", "version", "probes": [ids], "fixes": [ids the plugin is to repair], "environment": {settings of NCCL}}. The
-target's own output goes nowhere.
+Started as two processes: one does the work, the other ends it and all that it started (base/leash.py). The request is
+JSON: {"root", "version", "probes": [ids], "fixes": [ids the plugin is to repair], "environment": {settings of NCCL}}.
+The target's own output goes nowhere.
 """
 
 import json

@@ -15,17 +15,18 @@ It does not: show a suspect. Who reads planted.py first has solved nothing.
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import torch
-from torch import Tensor
 
 from dcp_fix import attention, combine, ownership, planted
+from dcp_fix.base.equality import first_difference
 from dcp_fix.engine.engine import Engine, Generation
 from dcp_fix.engine.model import Model
 from dcp_fix.engine.sharded import Ops
 from dcp_fix.kv_cache import LATENT
 from dcp_fix.norm_rope import fused_norm_rope
-from dcp_fix.ranks.group import LocalGroup
+from dcp_fix.ranks.group import Group, LocalGroup
 from dcp_fix.tiny import corpus
 
 COMPONENTS = ("ownership", "norm and RoPE", "indexer", "attention", "combine", "prefix cache")
@@ -80,7 +81,7 @@ def check(name: str, verdict: Verdict) -> None:
 def lengths(length: int, dcp_size: int, interleave: int = 1, healthy: bool = False) -> list[int]:
     """How many of the positions 0 .. length - 1 each rank holds."""
     count = ownership.local_length if healthy else planted.length_without_remainder
-    return [count(length, dcp_size, rank, interleave) for rank in range(dcp_size)]
+    return [int(count(length, dcp_size, rank, interleave)) for rank in range(dcp_size)]
 
 
 def lengths_fail(given: tuple, healthy: bool) -> bool:
@@ -115,26 +116,19 @@ def attend_fails(given: tuple, healthy: bool) -> bool:
 
 
 @cache
-def prompt() -> tuple[int, ...]:
-    """The words that case C's prompts begin with."""
-    return tuple(corpus.prompts("1536", 1, seed=3)[0].ids)
-
-
-@cache
 def model() -> Model:
     """The shipped checkpoint."""
     return Model.load(corpus.CHECKPOINT)
 
 
 def generated(tokens: int, dcp_size: int, interleave: int, healthy: bool) -> Generation:
-    """The answer to the first `tokens` words, on engines of their own. Unwritten memory holds zeros."""
+    """The answer to the first `tokens` words of a prompt, on engines of their own. Unwritten memory holds zeros."""
+    words = corpus.prompts("1536", 1, seed=3)[0].ids[:tokens]
     ops = Ops(norm_rope=fused_norm_rope if healthy else planted.norm_rope_from_front)
+    options: dict[str, Any] = {"dcp_size": dcp_size, "interleave": interleave, "ops": ops, "stale": "zeros"}
 
-    def rank(group) -> Generation:
-        engine = Engine(
-            model(), group, dcp_size=dcp_size, interleave=interleave, max_length=tokens + STEPS, ops=ops, stale="zeros",
-        )  # fmt: skip
-        return engine.generate(list(prompt()[:tokens]), STEPS)
+    def rank(group: Group) -> Generation:
+        return Engine(model(), group, max_length=tokens + STEPS, **options).generate(words, STEPS)
 
     return LocalGroup.run(4, rank)[0]
 
@@ -145,22 +139,17 @@ def run(tokens: int, dcp_size: int, interleave: int = 1, healthy: bool = False) 
     """
     if not 1 <= tokens <= PROMPT:
         raise ValueError(f"a prompt of {tokens} tokens: choose 1 to {PROMPT}")
-    theirs = generated(tokens, dcp_size, interleave, healthy)
-    right = generated(tokens, 1, 1, True)
-    steps = 1 + next(
-        (i for i, (a, b) in enumerate(zip(theirs.tokens, right.tokens, strict=False)) if a != b), STEPS - 1
-    )
-    return [apart(a, b) for a, b in zip(theirs.logits[:steps], right.logits[:steps], strict=False)]
-
-
-def apart(a: Tensor, b: Tensor) -> float:
-    """The largest difference as a share of the largest logit, with four digits after the point."""
-    return round(float((a - b).abs().max() / b.abs().max()), 4)
+    theirs, right = generated(tokens, dcp_size, interleave, healthy), generated(tokens, 1, 1, True)
+    parting = first_difference(theirs.tokens, right.tokens)
+    steps = STEPS if parting is None else parting + 1
+    pairs = zip(theirs.logits[:steps], right.logits[:steps], strict=False)
+    return [round(float((a - b).abs().max() / b.abs().max()), 4) for a, b in pairs]
 
 
 def run_fails(given: tuple, healthy: bool) -> bool:
     """`given` = (tokens, dcp_size, interleave): whether some step is further from DCP1's than rounding."""
-    return max(run(*given, healthy=healthy)) > APART
+    tokens, dcp_size, interleave = given
+    return max(run(tokens, dcp_size, interleave, healthy)) > APART
 
 
 CASES = {

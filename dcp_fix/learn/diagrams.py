@@ -42,7 +42,8 @@ def layer(ax: Axes, here: tuple[str, ...] = ()) -> None:
             ax.text(x + width, y + HEIGHT, TALKS[name], ha="center", va="center", color="white", fontsize=9,
                     bbox={"boxstyle": "circle", "facecolor": "black", "linewidth": 0})  # fmt: skip
     for start, end, sides in STEPS:
-        arrow(ax, *(side(name, at) for name, at in zip((start, end), sides.split(), strict=True)))
+        leaves_at, enters_at = sides.split()
+        arrow(ax, side(start, leaves_at), side(end, enters_at))
     turn(ax, [(26.5, 21), (26.5, 14), (40, 14)])
     turn(ax, [(23, 21), (23, -2), (46.5, -2), (46.5, 0)], dashed=True)
     turn(ax, [(46.5, -2), (79, -2), (79, 0)], dashed=True)
@@ -109,7 +110,7 @@ def tree(ax: Axes, dcp: int, classes: int = 8) -> None:
     White nodes are merged after the exchange, where the heads are wanted.
     """
     order, height = leaves(classes), classes.bit_length() - 1
-    at = {(c, classes): (x, 0) for x, c in enumerate(order)}
+    at = {(c, classes): (float(x), 0) for x, c in enumerate(order)}
     for level in range(1, height + 1):
         step = classes >> level
         for r in range(step):

@@ -6,10 +6,8 @@ can tell apart, and never the only sign: boxes carry words or numbers, lines car
 Size and resolution are fixed by `style`.
 
 It does not: compute what it draws. Notebooks assert the arrays that they hand over, since nobody compares pixels.
-Needs matplotlib (extra `lab`); nothing else of dcp_fix imports this module.
+Needs matplotlib (extra `lab`).
 """
-
-from itertools import groupby
 
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
@@ -83,48 +81,31 @@ def rank_legend(ax: Axes, ranks: int) -> None:
 
 def tokens(ax: Axes, answers: dict[str, list[str]], width: int = 10, key: bool = True) -> None:
     """Answers word by word, `width` to a line: blue as far as a text is that of the first answer, vermillion after."""
-    reference, colours, text, labels = next(iter(answers.values())), [], [], []
+    first = next(iter(answers))
+    colours, text, labels = [], [], []
     for name, words in answers.items():
-        hue = [HEALTHY if words[: i + 1] == reference[: i + 1] else BROKEN for i in range(len(words))]
-        for first in range(0, len(words), width):
-            colours.append(hue[first : first + width])
-            text.append(words[first : first + width])
-            labels.append("" if first else name)
+        hue = [HEALTHY if words[: i + 1] == answers[first][: i + 1] else BROKEN for i in range(len(words))]
+        for start in range(0, len(words), width):
+            colours.append(hue[start : start + width])
+            text.append(words[start : start + width])
+            labels.append("" if start else name)
     boxes(ax, colours, text, labels)
     if key:
-        first = next(iter(answers))
         legend(ax, {f"as {first}": HEALTHY, "from the first\nother word on": BROKEN})
 
 
-def rows(ax: Axes, written, row_labels: list[str], xlabel: str = "row (token)") -> None:
-    """Which rows of some buffers were written, [buffers][rows] of bool: dark where written, hatched where not.
+def rows(ax: Axes, written: list[list[bool]], row_labels: list[str], xlabel: str = "row (token)") -> None:
+    """Which rows of some buffers were written: dark where written, hatched where not.
 
     The buffers may have different lengths: what lies beyond a buffer's last row stays white.
     """
+    looks = ({"facecolor": "white", "edgecolor": UNWRITTEN, "hatch": "////"}, {"facecolor": WRITTEN})
     for y, buffer in enumerate(written):
-        for wrote, first, length in runs([bool(row) for row in buffer]):
-            look = {"facecolor": WRITTEN} if wrote else {"facecolor": "white", "edgecolor": UNWRITTEN, "hatch": "////"}
-            ax.add_patch(Rectangle((first - 0.5, y - 0.42), length, 0.84, linewidth=0, **look))
+        for x, wrote in enumerate(buffer):
+            ax.add_patch(Rectangle((x - 0.5, y - 0.42), 1, 0.84, linewidth=0, **looks[bool(wrote)]))
     ax.set(xlim=(-0.5, max(map(len, written)) - 0.5), ylim=(len(written) - 0.5, -0.5), xlabel=xlabel)
     ax.set_yticks(range(len(row_labels)), row_labels)
     ax.tick_params(axis="y", left=False)
     ax.spines[:].set_visible(False)
-    keys = [
-        Patch(facecolor=WRITTEN, label="written"),
-        Patch(facecolor="white", edgecolor=UNWRITTEN, hatch="////", label="not written"),
-    ]
-    ax.figure.legend(handles=keys, loc="outside right upper", frameon=False)
-
-
-def runs(buffer: list[bool]) -> list[tuple[bool, int, int]]:
-    """The runs of equal rows of a buffer: (written, first, length) of each.
-
-    >>> runs([True, False, False, True])
-    [(True, 0, 1), (False, 1, 2), (True, 3, 1)]
-    """
-    found, first = [], 0
-    for wrote, group in groupby(buffer):
-        length = len(list(group))
-        found.append((wrote, first, length))
-        first += length
-    return found
+    keys = [Patch(label=label, **look) for label, look in zip(("not written", "written"), looks, strict=True)]
+    ax.figure.legend(handles=keys[::-1], loc="outside right upper", frameon=False)

@@ -1,87 +1,81 @@
 """What a failed check says: the case, ten numbers of what was expected and of what came, and where the two part.
 
-Floats are short, with as many digits as it takes to see that two of them differ. `same` and `near` raise AssertionError
-with such a report, and `near` points at the first number that is wrong, not at one that rounding moved.
+`same` and `near` raise AssertionError with such a report; `near` points at the first number that is wrong, not at one
+that rounding moved.
 
 It does not: know any exercise (exercises.py, kernel_exercises.py).
 """
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
 
-from dcp_fix.base.equality import close, first_difference, same_bytes
+from dcp_fix.base.equality import close
 
 AROUND = 10  # numbers that a report shows
 ULPS = 16  # room for another order of the same fp32 operations
 
 
-def report(what: str, expected, yours, where=None) -> str:
-    """What a failed case says: expected and yours, ten numbers around `where`, by default the first difference."""
-    where = parting(expected, yours) if where is None else where
-    if where is None:
+def same(what: str, expected: Any, yours: Any) -> None:
+    """Raise AssertionError with a report unless both are equal: numbers, lists or tensors, by value."""
+    compare(what, expected, yours, lambda a, b: bool(a == b))
+
+
+def near(what: str, expected: Tensor, yours: Any) -> None:
+    """The same for floats that may differ by a few units in the last place; infinities and NaN must be alike."""
+    compare(what, expected, yours, lambda a, b: close(a, b, ULPS, floor=1.0))
+
+
+def compare(what: str, expected: Any, yours: Any, equal: Callable[[Any, Any], bool]) -> None:
+    """Raise AssertionError with a report unless kind and shape agree and each number is `equal` to its fellow."""
+    if kind(expected) != kind(yours):
+        raise AssertionError(report(what, expected, yours))
+    pairs = enumerate(zip(flat(expected), flat(yours), strict=True))
+    wrong = next((place for place, (a, b) in pairs if not equal(a, b)), None)
+    if wrong is not None:
+        raise AssertionError(report(what, expected, yours, wrong))
+
+
+def kind(value: Any) -> Any:
+    """What must agree before any number is looked at."""
+    if isinstance(value, Tensor):
+        return value.shape, value.dtype
+    return len(value) if isinstance(value, list) else None
+
+
+def flat(value: Any) -> list:
+    """The numbers of a tensor in a row, of a list, or the one that there is."""
+    if isinstance(value, Tensor):
+        return list(value.flatten())
+    return value if isinstance(value, list) else [value]
+
+
+def report(what: str, expected: Any, yours: Any, wrong: int | None = None) -> str:
+    """What a failed case says: expected and yours, ten numbers around number `wrong`, counted in a row."""
+    if wrong is None or kind(expected) is None:
         return f"{what}\n  expected  {shown(expected)}\n  yours     {shown(yours)}"
-    (a, place), (b, _) = flat(expected, where), flat(yours, where)
-    first = max(0, place - AROUND // 2)
-    window, digits = slice(first, first + AROUND), telling_digits(a[place : place + 1], b[place : place + 1])
-    lines = [f"  {name:9} {shown(part[window], digits)}" for name, part in (("expected", a), ("yours", b))]
-    cut = f" (numbers {first} to {min(first + AROUND, len(a)) - 1} of {len(a)})" if len(a) > AROUND else ""
+    first, count = max(0, wrong - AROUND // 2), len(flat(expected))
+    window = slice(first, first + AROUND)
+    lines = [f"  {name:9} {shown(flat(x)[window])}" for name, x in (("expected", expected), ("yours", yours))]
+    where: Any = wrong
+    if isinstance(expected, Tensor):
+        where = tuple(int(i) for i in torch.unravel_index(torch.tensor(wrong), expected.shape))
+    cut = f" (numbers {first} to {min(first + AROUND, count) - 1} of {count})" if count > AROUND else ""
     return "\n".join([what, *lines, f"  first difference at index {where}{cut}"])
 
 
-def flat(value, where) -> tuple[list, int]:
-    """The numbers of a list or tensor in a row, and where in that row the index `where` lies."""
+def shown(value: Any) -> str:
+    """A value as a report prints it: floats short, and no more than ten numbers of a long list."""
     if isinstance(value, Tensor):
-        index = where if isinstance(where, tuple) else (where,)
-        place = sum(i * stride for i, stride in zip(index, value.contiguous().stride(), strict=True))
-        return value.flatten().tolist(), place
-    return value, where
-
-
-def shown(value, digits: int = 4) -> str:
-    """A value as a failure report prints it: floats short, and no more than ten numbers of a long list."""
-    if isinstance(value, Tensor):
-        value = value.flatten().tolist()
+        value = value.flatten().tolist() if value.dim() else value.item()
     if isinstance(value, float):
-        return f"{value:.{digits}g}"
+        return f"{value:.7g}"
     if isinstance(value, list | tuple):
-        parts = [shown(part, digits) for part in value[:AROUND]] + ["..."] * (len(value) > AROUND)
+        parts = [shown(part) for part in value[:AROUND]] + ["..."] * (len(value) > AROUND)
         return ("[{}]" if isinstance(value, list) else "({})").format(", ".join(parts))
     return repr(value)
-
-
-def telling_digits(a: list, b: list) -> int:
-    """How many digits it takes to see that two numbers differ: four if that is enough."""
-    return next((digits for digits in range(4, 9) if shown(a, digits) != shown(b, digits)), 9)
-
-
-def parting(expected, yours):
-    """The first index at which two tensors of one shape, or two lists, differ; None where there is no index to name."""
-    if isinstance(expected, Tensor) and isinstance(yours, Tensor) and expected.shape == yours.shape:
-        return first_difference(expected, yours.to(expected.dtype))
-    if isinstance(expected, list) and isinstance(yours, list):
-        return first_difference(expected, yours)
-    return None
-
-
-def same(what: str, expected, yours) -> None:
-    """Raise AssertionError with a report unless both are equal: lists and numbers by value, tensors bit for bit."""
-    if isinstance(expected, Tensor):
-        equal = isinstance(yours, Tensor) and same_bytes(expected, yours)
-    else:
-        equal = expected == yours
-    if not equal:
-        raise AssertionError(report(what, expected, yours))
-
-
-def near(what: str, expected: Tensor, yours) -> None:
-    """The same for floats that may differ by a few units in the last place; infinities and NaN must be alike."""
-    alike = isinstance(yours, Tensor) and yours.shape == expected.shape and yours.dtype == expected.dtype
-    if not alike:
-        raise AssertionError(report(what, expected, yours))
-    far = [not close(a, b, ULPS, floor=1.0) for a, b in zip(expected.flatten(), yours.flatten(), strict=True)]
-    if any(far):
-        where = tuple(int(i) for i in torch.unravel_index(torch.tensor(far.index(True)), expected.shape))
-        raise AssertionError(report(what, expected, yours, where))
 
 
 def done(exercise: str, cases: int) -> None:

@@ -25,9 +25,7 @@ class ObservedAttention(PlainAttention):
         super().__init__(config, length, rows.device)
         self.rows, self.sparse = rows, sparse  # rows [B, R], sampled query positions
         self.scores: list[Tensor] = []  # per full layer, log-softmax of the indexer [B, R, T]
-        self.targets: list[
-            Tensor
-        ] = []  # per full layer, attention of the layers that share it [B, R, T], not normalised
+        self.targets: list[Tensor] = []  # per full layer, attention of the layers that share it [B, R, T], summed
 
     def __call__(self, layer: Layer, x: Tensor) -> Tensor:
         """As in `PlainAttention`; observes on the way."""
@@ -73,18 +71,14 @@ def losses(model: Model, ids: Tensor, weights: Tensor, stage: Stage) -> tuple[Te
     count most.
     """
     inputs, targets, marks = ids[:, :-1], ids[:, 1:], weights[:, 1:]
+    length, observed = inputs.shape[1], None
     if stage.indexer:
-        attend = ObservedAttention(
-            model.config,
-            torch.multinomial(marks + 0.05, min(INDEXER_ROWS, marks.shape[1])),
-            inputs.shape[1],
-            stage.sparse,
-        )
-    else:
-        attend = PlainAttention(model.config, inputs.shape[1], ids.device)
+        rows = torch.multinomial(marks + 0.05, min(INDEXER_ROWS, length))
+        observed = ObservedAttention(model.config, rows, length, stage.sparse)
+    attend = observed or PlainAttention(model.config, length, ids.device)
     logits = model.logits(model.forward(inputs, attend)).float()
     each = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none").view_as(marks)
     hardest = marks == marks.max()
     accuracy = (logits.argmax(-1) == targets)[hardest].float().mean()
-    indexer = attend.indexer_loss() if stage.indexer else torch.zeros((), device=ids.device)
+    indexer = observed.indexer_loss() if observed else torch.zeros((), device=ids.device)
     return (each * marks).sum() / marks.sum(), indexer, accuracy

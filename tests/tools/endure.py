@@ -1,31 +1,30 @@
 """`make endure`: thousands of requests through one engine, a thousand groups; report to figures/endure.json.
 
-    python -m tests.tools.endure [--requests N] [--cycles N] [--seconds S] [--no-report]
+    MALLOC_ARENA_MAX=1 python -m tests.tools.endure [--requests N] [--cycles N]
 
-One engine, in a process of its own, answers requests of random lengths, one after the other. Its cache holds five
-units of reuse (a unit is 128 tokens), a request fills up to three: they evict one another. Many begin as others did, or
-go on from an earlier answer. The process that judges gives each request to a fresh engine: in exact mode both must have
-the same bits, on every rank; in ordinary mode the same tokens, up to the first place whose margin rounding can cross.
-In both modes prefill batches end at the multiples of a unit, as hits do. (An ordinary engine with longer batches reads
-cached rows rounded to fp8 where a fresh one has them unrounded: rounding that crosses wider margins.)
+One engine answers requests of random lengths, one after the other. Its cache holds five units of reuse (a unit is 128
+tokens), a request fills up to three: they evict one another. Many begin as others did, or go on from an earlier answer.
+Each is also given to a fresh engine: in exact mode both must have the same bits; in ordinary mode the same tokens, up
+to the first place whose margin rounding can cross. In both modes prefill batches end at the multiples of a unit, as
+hits do. (An ordinary engine with longer batches reads cached rows rounded to fp8 where a fresh one has them unrounded:
+rounding that crosses wider margins.)
 
-The rule for memory, laid down before any run. Counted is what the process of the engine owns: anonymous, shared and
-swapped pages. (File pages are left out: the kernel drops and rereads those as it likes.) It is sampled up to 100 times
-at equal distances, between two requests, while every rank waits, after a garbage collection and malloc_trim. The first
-tenth of the samples is a warm-up. It is flat if the median of the last tenth lies within 2 % of that of the second.
+The rule for memory, laid down before any run. Counted is what the process owns: anonymous, shared and swapped pages.
+(File pages are left out: the kernel drops and rereads those as it likes. MALLOC_ARENA_MAX, since arenas of threads keep
+what was freed, 4 % by chance.) It is sampled up to 100 times at equal distances, between two requests, while every rank
+waits, after a garbage collection and malloc_trim. The first tenth of the samples is a warm-up. It is flat if the median
+of the last tenth lies within 2 % of that of the second.
 """
 
 import argparse
 import ctypes
 import gc
-import multiprocessing
 import os
 import random
 import re
 import sys
 import tempfile
 import threading
-import time
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
@@ -33,10 +32,8 @@ from statistics import median
 import torch
 
 from dcp_fix.base.equality import first_difference, same_bytes
-from dcp_fix.engine.blocks import open_request
 from dcp_fix.engine.engine import Engine, Generation
 from dcp_fix.engine.model import Model
-from dcp_fix.engine.sharded import Ops
 from dcp_fix.ranks.group import LocalGroup
 from tests.checkpoints import random_checkpoint
 from tests.tools import figure
@@ -67,73 +64,70 @@ def main() -> int:
     options = argparse.ArgumentParser()
     options.add_argument("--requests", type=int, default=10_000)
     options.add_argument("--cycles", type=int, default=1_000)
-    options.add_argument("--seconds", type=float, default=1e9, help="for each mode: no further request after these")
-    options.add_argument("--no-report", action="store_true")
     asked = options.parse_args()
-    os.environ["MALLOC_ARENA_MAX"] = "1"  # of the children: arenas of threads keep what was freed, +-4 % by chance
     found = figure.surroundings() | {"ranks": RANKS}
     for mode in MODES:
-        found[mode] = endure(mode, asked.requests, asked.seconds)
+        found[mode] = endure(mode, asked.requests)
         print(mode, found[mode], flush=True)
-    found["groups"] = in_process(groups, asked.cycles)
+    found["groups"] = groups(asked.cycles)
     print("groups", found["groups"])
-    if not asked.no_report:
-        figure.write("endure", found)
+    figure.write("endure", found)
     return 0 if all(found[part]["ok"] for part in (*MODES, "groups")) else 1
 
 
-def endure(mode: str, count: int, seconds: float, opened=open_request) -> dict:
-    """What became of up to `count` requests; `opened` stands in for how the engine under test opens one."""
-    context = multiprocessing.get_context("spawn")
-    pipes = [context.Pipe(duplex=False) for _ in range(RANKS)]
-    ends = [end for _, end in pipes]
-    process = context.Process(target=serve, args=(ends, mode, count, seconds, opened), daemon=True)
-    process.start()
-    for end in ends:
-        end.close()  # so that its death ends the reading
-    model = small_model()
-    found, *others = LocalGroup.run(RANKS, judge, model, mode, [pipe for pipe, _ in pipes], timeout=600)
-    process.join()
-    assert process.exitcode == 0 and all(other == found for other in others)
-    return found
-
-
 def small_model() -> Model:
-    """The model of both processes, with an answer that never ends by itself."""
+    """A model whose answers never end by themselves."""
     with tempfile.TemporaryDirectory() as folder:
         model = Model.load(random_checkpoint(Path(folder), **SMALL))
     return Model(replace(model.config, eos_token_id=-1), model.weights)
 
 
-# --- the engine that endures ------------------------------------------------------------------------------------------
+def endure(mode: str, count: int, opened=None) -> dict:
+    """What became of `count` requests; `opened(pool, tokens, capacity)` stands in for how a request is opened."""
+    found, *others = LocalGroup.run(RANKS, endured, small_model(), mode, count, opened, timeout=600)
+    assert all(other == found for other in others)
+    return found
 
 
-def serve(pipes, mode: str, count: int, seconds: float, opened) -> None:
-    """A process: one engine on RANKS ranks. Rank r sends (prompt, steps, answer, evictions, MiB) into pipe r."""
-    LocalGroup.run(RANKS, serve_rank, small_model(), mode, count, seconds, opened, pipes, timeout=600)
+def endured(group, model: Model, mode: str, count: int, opened) -> dict:
+    """One rank of it. Every rank draws the same requests."""
 
+    def fresh() -> Engine:
+        return Engine(model, group, dcp_size=RANKS, max_length=CACHE, **MODES[mode])
 
-def serve_rank(group, model: Model, mode: str, count: int, seconds: float, opened, pipes) -> None:
-    """Every rank draws the same requests; rank 0's clock decides for all."""
-    draw, pipe, began, evicted = Requests(), pipes[group.rank], time.monotonic(), 0
-
-    def counted(pool, tokens, capacity):
-        nonlocal evicted
-        known = len(pool.known)
-        given = opened(pool, tokens, capacity)
-        evicted += known - len(pool.known)
-        return given
-
-    engine = Engine(model, group, dcp_size=RANKS, max_length=CACHE, ops=Ops(open=counted), **MODES[mode])
+    engine, draw, memory = fresh(), Requests(), []
+    evicted = count_evictions(engine.pool, opened)
+    found = {"requests": count, "prefix_hits": 0, "dense_hits": 0, "near_ties_crossed": 0}
+    found |= {"largest_difference": 0.0, "differing": []}
     for index in range(count):
-        if not group.all_gather(torch.tensor([time.monotonic() - began < seconds]))[0]:
-            break
         prompt, steps = draw.request()
         got = engine.generate(prompt, steps)
-        draw.answered(prompt, got.tokens)
-        memory = sampled(group) if (index + 1) % max(1, count // SAMPLES) == 0 else None
-        pipe.send((prompt, steps, got.tokens, got.logits.numpy(), got.cached, evicted, memory))
-    pipe.send(None)
+        draw.last = prompt + got.tokens
+        same, crossed, apart = EQUAL[mode](got, fresh().generate(prompt, steps))
+        found["differing"] += [] if same else [index]
+        found["near_ties_crossed"] += crossed
+        found["largest_difference"] = max(found["largest_difference"], apart)
+        found["prefix_hits"] += got.cached > 0
+        found["dense_hits"] += got.cached > 0 and len(prompt) <= SMALL["index_topk"]
+        if (index + 1) % max(1, count // SAMPLES) == 0:
+            memory.append(sampled(group))
+    covered = found["prefix_hits"] > 0 and evicted
+    ok = bool(covered) and not found["differing"] and flat(memory)
+    return found | {"evictions": sum(evicted)} | summary(memory) | {"ok": ok}
+
+
+def count_evictions(pool, opened) -> list[int]:
+    """How many known blocks each request that is opened from now on makes the pool forget."""
+    evicted, whole = [], pool.open
+
+    def counted(tokens, capacity):
+        known = set(pool.known)
+        given = opened(pool, whole, tokens, capacity) if opened else whole(tokens, capacity)
+        evicted.append(len(known - set(pool.known)))
+        return given
+
+    pool.open = counted
+    return evicted
 
 
 class Requests:
@@ -142,7 +136,7 @@ class Requests:
     def __init__(self) -> None:
         self.draw = random.Random(50095)
         self.beginnings = [self.tokens(LONGEST) for _ in range(4)]
-        self.last: list[int] = []
+        self.last: list[int] = []  # a prompt and its answer
 
     def tokens(self, count: int) -> list[int]:
         return [self.draw.randrange(2, SMALL["vocab_size"]) for _ in range(count)]
@@ -157,33 +151,8 @@ class Requests:
             begin = self.last
         return begin + self.tokens(self.draw.randint(1, MORE)), steps
 
-    def answered(self, prompt: list[int], answer: list[int]) -> None:
-        self.last = prompt + answer
-
 
 # --- the judge --------------------------------------------------------------------------------------------------------
-
-
-def judge(group, model: Model, mode: str, pipes) -> dict:
-    """Answer what comes through this rank's pipe on a fresh engine each, and compare."""
-    names = ("requests", "prefix_hits", "dense_hits", "cached_tokens", "evictions", "near_ties_crossed")
-    found = dict.fromkeys(names, 0) | {"largest_difference": 0.0, "differing": []}
-    memory = []
-    while (item := pipes[group.rank].recv()) is not None:
-        prompt, steps, tokens, logits, cached, found["evictions"], mib = item
-        got = Generation(tokens, torch.from_numpy(logits), cached)
-        want = Engine(model, group, dcp_size=RANKS, max_length=CACHE, **MODES[mode]).generate(prompt, steps)
-        same, crossed, apart = equal_exactly(got, want) if mode == "exact" else equal_by_margin(got, want)
-        found["differing"] += [] if same else [found["requests"]]
-        found["largest_difference"] = max(found["largest_difference"], apart)
-        found["near_ties_crossed"] += crossed
-        found["requests"] += 1
-        found["prefix_hits"] += cached > 0
-        found["dense_hits"] += cached > 0 and len(prompt) <= SMALL["index_topk"]
-        found["cached_tokens"] += cached
-        memory += [] if mib is None else [mib]
-    covered = found["prefix_hits"] > 0 and found["evictions"] > 0
-    return found | summary(memory) | {"ok": covered and not found["differing"] and flat(memory)}
 
 
 def equal_exactly(got: Generation, want: Generation) -> tuple[bool, bool, float]:
@@ -201,6 +170,9 @@ def equal_by_margin(got: Generation, want: Generation) -> tuple[bool, bool, floa
 
 def apart(got: torch.Tensor, want: torch.Tensor) -> float:
     return round((got - want).abs().max().item(), 6)
+
+
+EQUAL = {"exact": equal_exactly, "ordinary": equal_by_margin}
 
 
 # --- memory -----------------------------------------------------------------------------------------------------------
@@ -242,12 +214,6 @@ def summary(memory: list[float]) -> dict:
 
 
 # --- groups -----------------------------------------------------------------------------------------------------------
-
-
-def in_process(fn, *args):
-    """fn(*args) in a process of its own."""
-    with multiprocessing.get_context("spawn").Pool(1) as pool:
-        return pool.apply(fn, args)
 
 
 def groups(cycles: int) -> dict:

@@ -4,19 +4,17 @@
     python -m tests.tools.environments --folder F wheel      rows whose name holds a word; F keeps what was installed
 
 Each row is an interpreter with a torch, a triton and a numpy, and one thing about its surroundings. It runs QUICK, and
-not the whole suite, over a clone of the last commit. What pip installs for the versions of constraints.txt is checked
-against the hashes of requirements.lock. Packages are installed once for an interpreter and shared by its rows: a row's
-venv names the folders that it takes in a .pth file. Only "wheel" has a venv of its own, with everything in it.
+not the whole suite, over a clone of the last commit. Rows with the same versions share a venv. What pip installs for
+the versions of constraints.txt is checked against the hashes of requirements.lock.
 
-Interpreters are found on PATH as python3.11 and python3.12 or named with --pythons; pip takes its index from its
-usual settings (PIP_INDEX_URL, PIP_FIND_LINKS ...). A row whose interpreter or version is not to be had is "not here".
+Interpreters are those on PATH as python3.11 and python3.12; pip takes its index from its usual settings (PIP_INDEX_URL,
+PIP_FIND_LINKS ...). A row whose interpreter or version is not to be had is "not here".
 """
 
 import argparse
 import contextlib
 import json
 import os
-import re
 import shutil
 import signal
 import subprocess
@@ -28,10 +26,12 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 from dcp_fix.records import machine
-from tests.installed import PINS, NotHere, Place, pip, run
+from tests.tools import figure
+from tests.tools.lock import HEADERS, locked
 
 ROOT = Path(__file__).resolve().parents[2]
-REPORT = ROOT / "tests" / "tools" / "figures" / "environments.json"
+PINS = {name: version for file in HEADERS for name, version, _ in locked((ROOT / file).read_text())}
+VARIED = ("torch", "triton", "numpy")
 QUICK = (
     "tests/attention/test_kernel.py", "tests/combine/test_kernel.py", "tests/combine/test_combine.py",
     "tests/test_kv_cache.py",
@@ -44,10 +44,13 @@ SIGNALS = (
     "tests/real_vllm/test_real_ladder.py",
     "-k", "signal or ctrl_c or interrupt or nohup",
 )  # fmt: skip
-BUILD = ("build==1.6.1", "pyproject_hooks==1.3.3")
 LIMIT_S = 3600.0  # of a row: it only catches a hang
 NOBODY = 65534
 COMMANDS = (["--version"], ["--help"], ["doctor", "--help"], ["reproduce", "--classes", "512", "--json", "r.json"])
+
+
+class NotHere(Exception):
+    """This machine lacks what the row needs."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +79,7 @@ ROWS = (
     Row("FORCE_COLOR=3", environment={"FORCE_COLOR": "3", "CLICOLOR_FORCE": "1"}),
     Row("SIGINT ignored", tests=SIGNALS),
     Row("spaces and other letters"),
-    Row("wheel", tests=("python -m build", "pip check", *(" ".join(["dcp-fix", *words]) for words in COMMANDS))),
+    Row("wheel", tests=("pip wheel", "pip check", *(" ".join(["dcp-fix", *words]) for words in COMMANDS))),
 )
 
 
@@ -85,14 +88,13 @@ def main() -> int:
     options = argparse.ArgumentParser()
     options.add_argument("words", nargs="*")
     options.add_argument("--folder", type=Path)
-    options.add_argument("--pythons", nargs="+", default=["python3.11", "python3.12"])
     asked = options.parse_args()
     chosen = [row for row in ROWS if not asked.words or any(word in row.name for word in asked.words)]
     with contextlib.ExitStack() as stack:
         folder = asked.folder or Path(stack.enter_context(tempfile.TemporaryDirectory()))
         folder.mkdir(exist_ok=True)
         folder.chmod(0o755)  # the row of another user reads here
-        place = Place(folder.resolve(), interpreters(asked.pythons))
+        place = Place(folder.resolve())
         rows = []
         for row in chosen:
             rows.append(outcome(place, row))
@@ -103,32 +105,83 @@ def main() -> int:
 
 def report(rows: list[dict]) -> None:
     """Put these outcomes into the report, in the order of ROWS, beside those of the rows that were not asked for."""
-    known = json.loads(REPORT.read_text())["rows"] if REPORT.exists() else []
-    last = {row["name"]: row for row in known + rows}
-    REPORT.parent.mkdir(exist_ok=True)
+    last = {row["name"]: row for row in figure.read("environments")["rows"] + rows}
     found = {"cpu": machine.cpu_model(), "quick": QUICK, "rows": [last[row.name] for row in ROWS if row.name in last]}
-    REPORT.write_text(json.dumps(found, indent=1) + "\n")
+    figure.write("environments", found)
 
 
-def interpreters(names: list[str]) -> dict[str, str]:
-    """{"3.11": its path} of those that can be started."""
-    found = {}
-    for name in names:
-        code = "import sys; print('%d.%d' % sys.version_info[:2])"
-        with contextlib.suppress(OSError):
-            done = subprocess.run([name, "-c", code], capture_output=True, text=True)
-            if done.returncode == 0:
-                found.setdefault(done.stdout.strip(), shutil.which(name))
-    return found
-
-
-def outcome(place: Place, row: Row) -> dict:
+def outcome(place: "Place", row: Row) -> dict:
     """What became of a row: counts of tests, the commit, and the reason where it is not simply "passed"."""
     told = {"name": row.name, "commit": place.commit, "ran": " ".join(row.tests)}
     try:
         return told | (wheel(place, row) if row.name == "wheel" else tests(place, row))
     except NotHere as reason:
         return told | {"outcome": "not here", "reason": str(reason)}
+
+
+# --- what is installed ------------------------------------------------------------------------------------------------
+
+
+class Place:
+    """The folder that holds a clone and the venvs."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.venvs = folder, folder / "venvs"
+        self.checkout = self.clone(folder / "checkout", ROOT)
+        self.commit = run(["git", "-C", self.checkout, "rev-parse", "HEAD"]).stdout.strip()
+
+    def clone(self, path: Path, source: Path | None = None) -> Path:
+        """A clone of the last commit, anew; a later one of the first clone, so that all rows run the same."""
+        shutil.rmtree(path, ignore_errors=True)
+        run(["git", "clone", "--quiet", source or self.checkout, path])
+        return path
+
+    def venv(self, row: Row, venv: Path | None = None) -> Path:
+        """The interpreter of a venv that has the row's versions: `venv`, or the one of all rows with these versions."""
+        venv = venv or self.venvs / f"{row.python} {row.torch} {row.triton} {row.numpy}".replace(" ", "-")
+        if not (venv / "whole").exists():
+            empty(row, venv)
+            pinned(venv)
+            chosen = {name: getattr(row, name) for name in VARIED}
+            other = [f"{name}=={version}" for name, version in chosen.items() if version not in (None, PINS[name])]
+            if row.torch != PINS["torch"]:  # with the libraries of its own
+                run([*pip(venv), f"torch=={row.torch}"])
+            if other:
+                run([*pip(venv), "--no-deps", *other])
+            if row.triton is None:
+                run([venv / "bin" / "python", "-m", "pip", "uninstall", "--quiet", "--yes", "triton"])
+            (venv / "whole").touch()
+        return venv / "bin" / "python"
+
+
+def empty(row: Row, venv: Path) -> None:
+    """A venv with pip and nothing else."""
+    python = shutil.which(f"python{row.python}")
+    if python is None:
+        raise NotHere(f"no python{row.python} on PATH")
+    run([python, "-m", "venv", "--clear", venv])
+
+
+def pinned(venv: Path) -> None:
+    """Install the lock file into a venv, and the CUDA libraries where torch is not a CPU build."""
+    locks = ["requirements.lock", "requirements-cuda.lock"]
+    hashed = [*pip(venv), "--no-deps", "--require-hashes", "-r"]
+    run([*hashed, ROOT / locks[0]])
+    if not list(venv.glob("lib/python3.*/site-packages/torch-*+cpu.dist-info")):
+        run([*hashed, ROOT / locks[1]])
+
+
+def pip(venv: Path) -> list:
+    return [venv / "bin" / "python", *"-m pip install --quiet --disable-pip-version-check --only-binary=:all:".split()]
+
+
+def run(command: list, **options) -> subprocess.CompletedProcess:
+    """A step of the set-up; NotHere with its last line of error where it fails."""
+    done = subprocess.run([str(word) for word in command], capture_output=True, text=True, **options)
+    if done.returncode:
+        said = [line for line in done.stderr.splitlines() if "ERROR" in line or "rror:" in line] or [done.stderr[-200:]]
+        raise NotHere(f"{' '.join(map(str, command[1:4]))}: {said[-1][:300]}")
+    return done
 
 
 VERSIONS = """
@@ -148,12 +201,12 @@ print(json.dumps(found))
 
 def tests(place: Place, row: Row) -> dict:
     """Pytest over a clone, in the row's surroundings."""
-    checkout, folder, options = place.checkout, place.folder / "venvs" / re.sub(r"\W+", "-", row.name), {}
+    checkout, venv, prefix, options = place.checkout, None, "tmp", {}
     if row.name == "spaces and other letters":
-        inside = place.folder / "mit Leerzeichen, é, 日本"
-        checkout, folder = place.clone(inside / "die Kopie ü"), inside / "ein venv ß"
-    python = place.venv(row, folder)
-    scratch = Path(tempfile.mkdtemp(dir=folder, prefix="tmp ä " if " " in folder.name else "tmp"))
+        inside, prefix = place.folder / "mit Leerzeichen, é, 日本", "tmp ä "
+        checkout, venv = place.clone(inside / "die Kopie ü"), inside / "ein venv ß"
+    python = place.venv(row, venv)
+    scratch = Path(tempfile.mkdtemp(dir=python.parents[1], prefix=prefix))
     settings = {"PYTHONPATH": str(checkout), "TMPDIR": str(scratch), "PYTHONDONTWRITEBYTECODE": "1"}
     if row.name == "read-only":
         settings |= {"HOME": str(scratch)}
@@ -167,7 +220,7 @@ def tests(place: Place, row: Row) -> dict:
     done = subprocess.run(
         [str(word) for word in command], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=LIMIT_S, **options
     )
-    (place.folder / f"{re.sub(chr(92) + 'W+', '-', row.name)}.log").write_bytes(done.stdout)
+    (place.folder / f"{row.name}.log").write_bytes(done.stdout)
     if not xml.exists():
         return {"versions": found, "outcome": "failed", "reason": done.stdout.decode(errors="replace")[-300:]}
     return {"versions": found} | counted(xml, done.returncode)
@@ -192,8 +245,8 @@ def elsewhere(checkout: Path, scratch: Path) -> dict:
 def counted(xml: Path, status: int) -> dict:
     """Counts of a run, its outcome and, of what failed or was skipped, the commonest reason."""
     cases = list(ElementTree.parse(xml).iter("testcase"))
-    failed = [case.get("classname") + "::" + case.get("name") for case in cases if case.find("failure") is not None]
-    failed += [case.get("classname", "") + "::" + case.get("name") for case in cases if case.find("error") is not None]
+    bad = [case for kind in ("failure", "error") for case in cases if case.find(kind) is not None]
+    failed = [f"{case.get('classname')}::{case.get('name')}" for case in bad]
     reasons = Counter(case.find("skipped").get("message") for case in cases if case.find("skipped") is not None)
     skipped = sum(reasons.values())
     commonest = [f"{count} skipped: {reason}" for reason, count in reasons.most_common(2)]
@@ -204,29 +257,19 @@ def counted(xml: Path, status: int) -> dict:
 
 
 def wheel(place: Place, row: Row) -> dict:
-    """`python -m build` of the clone, installed into an empty venv by hash, run in an empty folder."""
-    tools, built = place.folder / row.python / "build", place.folder / "dist"
+    """A wheel of the clone, installed into an empty venv by hash, and its commands in an empty folder."""
+    built, venv, nowhere = (place.folder / name for name in ("dist", "venvs/wheel", "nowhere"))
     shutil.rmtree(built, ignore_errors=True)
-    run([*pip(place.base(row.python)), "--no-deps", "--upgrade", "--target", tools, *BUILD])
-    python = place.base(row.python) / "bin" / "python"
-    command = [python, "-m", "build", "--no-isolation", "--outdir", built, place.clone(place.folder / "to build")]
-    run(command, env=clean() | {"PYTHONPATH": str(tools)})
-    venv, nowhere = place.folder / "venvs" / "wheel", place.folder / "nowhere"
-    run([place.python(row.python), "-m", "venv", "--clear", venv])
-    cpu = list(place.package(row.python, "torch", row.torch).glob("torch-*+cpu.dist-info"))
-    locks = [
-        word for file in ("requirements.lock", *(() if cpu else ("requirements-cuda.lock",))) for word in ("-r", file)
-    ]
-    run([*pip(venv), "--require-hashes", *locks], cwd=ROOT)
-    run([*pip(venv), "--no-deps", next(built.glob("*.whl"))])
     shutil.rmtree(nowhere, ignore_errors=True)
     nowhere.mkdir()
-    options = {"cwd": nowhere, "env": clean()}
-    found = json.loads(run([venv / "bin" / "python", "-c", VERSIONS], **options).stdout)
-    commands = [
-        [venv / "bin" / "python", "-m", "pip", "check"],
-        *([venv / "bin" / "dcp-fix", *words] for words in COMMANDS),
-    ]
+    build = "-m pip wheel --quiet --no-deps --no-build-isolation --wheel-dir".split()
+    run([place.venv(row), *build, built, place.clone(place.folder / "to build")], env=clean())
+    empty(row, venv)
+    pinned(venv)
+    run([*pip(venv), "--no-deps", next(built.glob("*.whl"))])
+    options, programs = {"cwd": nowhere, "env": clean()}, venv / "bin"
+    found = json.loads(run([programs / "python", "-c", VERSIONS], **options).stdout)
+    commands = [[programs / "pip", "check"], *([programs / "dcp-fix", *words] for words in COMMANDS)]
     ended = [
         subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, **options) for command in commands
     ]

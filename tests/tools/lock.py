@@ -17,6 +17,7 @@ import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
+from packaging.tags import compatible_tags, cpython_tags
 from packaging.utils import parse_wheel_filename
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -37,7 +38,14 @@ TORCH_CPU = {
         "6f307c2c32d764ffc6ff6893b801fad6d4752f3e67966cb8abf1843427c02604",  # cp312, aarch64
     )
 }
-PYTHONS = (311, 312)
+GLIBC = ("linux", "manylinux1", "manylinux2010", "manylinux2014", *(f"manylinux_2_{n}" for n in range(5, 50)))
+PLATFORMS = [f"{kind}_{machine}" for machine in ("x86_64", "aarch64") for kind in GLIBC]
+OURS = {
+    tag
+    for python in ((3, 11), (3, 12))
+    for tags in (cpython_tags(python, platforms=PLATFORMS), compatible_tags(python, platforms=PLATFORMS))
+    for tag in tags
+}
 
 
 def main() -> int:
@@ -74,23 +82,7 @@ def entry(package: dict) -> str:
 
 def fits(wheel: dict) -> bool:
     """Whether one of our Pythons takes it on Linux with glibc."""
-    tags = parse_wheel_filename(wheel["url"].rpartition("/")[2].replace("%2B", "+"))[3]
-    return any(runs(tag.interpreter, tag.abi) and linux(tag.platform) for tag in tags)
-
-
-def runs(interpreter: str, abi: str) -> bool:
-    """cp311-cp311, cp39-abi3, py3-none and the like; none of free-threaded builds."""
-    kind, number = re.fullmatch(r"([a-z]+)(\d*)", interpreter).groups()
-    number = int(number or 0)
-    number = number * 100 if number < 10 else number if number >= 100 else number // 10 * 100 + number % 10
-    if kind not in ("cp", "py") or abi not in ("none", "abi3", interpreter):
-        return False
-    return number <= max(PYTHONS) if abi == "abi3" or kind == "py" else number in PYTHONS
-
-
-def linux(platform: str) -> bool:
-    """Any machine, or Linux with glibc on the two architectures that wheels are made for."""
-    return platform == "any" or bool(re.fullmatch(r"(many)?linux\w*_(x86_64|aarch64)", platform))
+    return not OURS.isdisjoint(parse_wheel_filename(wheel["url"].rpartition("/")[2].replace("%2B", "+"))[3])
 
 
 def locked(text: str) -> Iterator[tuple[str, str, list[str]]]:
