@@ -55,14 +55,6 @@ def topk(scores: torch.Tensor, ids: torch.Tensor, k: int) -> tuple[torch.Tensor,
     return _decode(_best(_encode(scores, ids), k, ordered=True))
 
 
-def merge_topk(ids: torch.Tensor, scores: torch.Tensor, group: Group, k: int) -> torch.Tensor:
-    """Each rank's local top-k [T, k] (-1 = hole) -> the global one: int32 [T, k], ids ascending, -1 last.
-
-    The same on every rank, and the same as the top-k of the unsharded scores.
-    """
-    return _merge(_encode(torch.where(ids >= 0, scores, -torch.inf), ids.clamp(min=0)), group, k)
-
-
 def select(
     q: torch.Tensor,
     head_weights: torch.Tensor,

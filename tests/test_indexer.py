@@ -7,7 +7,7 @@ import torch
 
 from dcp_fix import ownership
 from dcp_fix.base.equality import close, same_bytes
-from dcp_fix.indexer import index_scores, merge_topk, select, topk
+from dcp_fix.indexer import index_scores, select, topk
 from dcp_fix.ranks.group import LocalGroup, SingleGroup
 
 INF, NAN = math.inf, math.nan
@@ -79,19 +79,6 @@ def test_case_8_ties_go_to_the_lower_id():
     assert topk(equal, torch.arange(8), 2)[0].tolist() == [[0, 1]]
     assert topk(equal, torch.arange(7, -1, -1), 2)[0].tolist() == [[0, 1]]  # whatever the order of arrival
 
-    def shard(group):
-        mine = torch.arange(group.rank, 8, 2)
-        return merge_topk(*topk(equal[:, mine], mine, 2), group, 2).tolist()
-
-    assert LocalGroup.run(2, shard) == [[[0, 1]]] * 2
-
-    def mixed(group):  # one rank breaks ties the other way round: the candidates are lost before the merge
-        mine = torch.arange(group.rank * 4, group.rank * 4 + 4)
-        ids = mine[:2] if group.rank else mine[2:]
-        return merge_topk(ids[None].int(), torch.ones(1, 2), group, 2).tolist()
-
-    assert LocalGroup.run(2, mixed) == [[[2, 3]]] * 2
-
 
 def test_total_order_over_signs_zeros_and_marks():
     scores = torch.tensor([[-0.0, 0.0, -1.5, INF, -INF, NAN, 1e-40, -1e-40, 3.0]])
@@ -110,15 +97,6 @@ def test_topk_against_plain_sorting(n, k):
     for row, chosen, value in zip(scores.tolist(), got.tolist(), values.tolist(), strict=True):
         assert chosen == lexicographic(row, ids.tolist(), k)
         assert value == sorted((s for s in row if s > -INF), reverse=True)[:k] + [-INF] * value.count(-INF)
-
-
-@pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_merge_of_unequal_shards(ranks):
-    scores, ids = (randn(5, 50) * 2).round(), torch.arange(50)
-    cuts = torch.tensor_split(ids, [1, 1, 20][: ranks - 1])  # one key, none, some, the rest
-    parts = LocalGroup.run(ranks, lambda g: merge_topk(*topk(scores[:, cuts[g.rank]], cuts[g.rank], 16), g, 16))
-    want = torch.tensor([sorted(lexicographic(row, range(50), 16)) for row in scores.tolist()], dtype=torch.int32)
-    assert all(same_bytes(part, want) for part in parts)
 
 
 # --- select -----------------------------------------------------------------------------------------------------------
