@@ -1,6 +1,6 @@
-"""Groups: the five collectives that tensor and decode context parallelism need.
+"""Groups: the four collectives that tensor and decode context parallelism need.
 
-`Group` is what the SPMD code sees: a rank, a size, and all_gather, all_reduce, reduce_scatter, all_to_all, broadcast.
+`Group` is what the SPMD code sees: a rank, a size, and all_gather, all_reduce, reduce_scatter, all_to_all.
 `LocalGroup` runs the ranks as threads of one process on one device, so that a notebook can look at all of them at once;
 `SingleGroup` is a group of one, so that DCP1 needs no special case. A transport implements one method, `_exchange`
 (and overrides a collective where it can move fewer bytes); the arithmetic is here.
@@ -64,10 +64,6 @@ class Group:
             raise GroupError(f"all_to_all needs one row for each of {self.size} ranks, got {list(x.shape)}")
         return _into(out, self._exchange("all_to_all", x, lambda parts: torch.stack([p[self.rank] for p in parts])))
 
-    def broadcast(self, x, src=0, out=None):
-        """The tensor of rank `src` on every rank; the others pass one of the same shape and type."""
-        return _into(out, self._exchange(f"broadcast(src={src})", x, lambda parts: parts[src].clone()))
-
     def replicated(self, fn):
         """fn(), for work whose result is the same on every rank: `share` of one job."""
         return self.share([fn])[0]
@@ -95,7 +91,6 @@ class Group:
             "all_reduce": (self.all_reduce(x), total),
             "reduce_scatter": (self.reduce_scatter(x), total[row]),
             "all_to_all": (self.all_to_all(x), torch.cat([part[row] for part in parts])),
-            "broadcast": (self.broadcast(x, src=self.size - 1), parts[-1]),
         }
         for op, (got, want) in known.items():
             if got.shape != want.shape or not torch.equal(got, want):

@@ -9,7 +9,7 @@ Only bytes travel: every tensor is sent as uint8, so that no transport needs to 
 here, in rank order and in fp32, as in every other group. So the results are those of LocalGroup, bit for bit, whichever
 transport carries them and however it schedules.
 
-    all_gather, broadcast    the transport's own
+    all_gather               the transport's own
     all_to_all               the transport's own
     reduce_scatter           all_to_all of the slices, then a sum: each byte moves once
     all_reduce               small: all_gather and a sum; large: reduce_scatter, then all_gather
@@ -79,14 +79,6 @@ class TorchGroup(Group):
         if x.shape[0] != self.size:
             raise GroupError(f"all_to_all needs one row for each of {self.size} ranks, got {list(x.shape)}")
         return _into(out, self._swap("all_to_all", x))
-
-    def broadcast(self, x, src=0, out=None):
-        data = self._bytes(x).clone()
-        source = self.members[src]
-        self._carry(
-            f"broadcast(src={src})", x, lambda: dist.broadcast(data, source, group=self.process_group, async_op=True)
-        )
-        return _into(out, self._tensor(data, x, x.shape))
 
     def share(self, jobs):
         """As Group.share. Counted, since a replayed CUDA graph starts its collectives without a word."""

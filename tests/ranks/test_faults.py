@@ -163,17 +163,6 @@ def test_a_replay_that_others_do_not_join_is_noticed():
     assert ranks[0].status == STOPPED
 
 
-def broadcasts(group):
-    ones(group)
-    return group.broadcast(torch.ones(2), src=group.rank)
-
-
-def test_a_broadcast_from_two_sources_is_listed():
-    ranks = run_ranks(2, broadcasts, timeout=1.0)
-    calls = r"rank 0: broadcast\(src=0\) of float32 \[2\]; rank 1: broadcast\(src=1\)"
-    assert any(re.search(calls, error) for error in errors(ranks))
-
-
 def waits(group):
     time.sleep(3600)
 

@@ -126,7 +126,7 @@ def serve_rank(group, model: Model, mode: str, count: int, seconds: float, opene
 
     engine = Engine(model, group, dcp_size=RANKS, max_length=CACHE, ops=Ops(open=counted), **MODES[mode])
     for index in range(count):
-        if not group.broadcast(torch.tensor([time.monotonic() - began < seconds]))[0]:
+        if not group.all_gather(torch.tensor([time.monotonic() - began < seconds]))[0]:
             break
         prompt, steps = draw.request()
         got = engine.generate(prompt, steps)
@@ -210,7 +210,7 @@ def sampled(group) -> float:
     """`owned` of the process while no rank computes; the same number on every rank."""
     group.all_gather(torch.zeros(1))
     mib = owned() if group.rank == 0 else 0.0
-    return group.broadcast(torch.tensor([mib], dtype=torch.float64))[0].item()
+    return group.all_gather(torch.tensor([mib], dtype=torch.float64))[0].item()
 
 
 def owned() -> float:
