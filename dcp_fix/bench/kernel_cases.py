@@ -167,7 +167,7 @@ def combine(method: str, tokens: int, wire: torch.dtype, device, pieces) -> Case
             contenders["upstream"] = lambda i: theirs.weigh(*sets[i], 1).unflatten(1, (DCP, local)).transpose(0, 1)
     else:
         contenders["here"] = lambda i: ours.merge(
-            *ours.unpack(ours.pack(sets[i][0], sets[i][1][1], DCP, wire), tokens, local, LATENT, wire),
+            *ours.from_wire(ours.to_wire(sets[i][0], sets[i][1][1], DCP, wire), tokens, local, LATENT, wire),
             results[i], want_lse=False,
         )[0]  # fmt: skip
         if theirs:

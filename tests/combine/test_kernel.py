@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from dcp_fix.base.equality import close, same_bytes
-from dcp_fix.combine import BASES, by_receiver, clean_lse, merge_partials, merge_weights, to_natural, weighted
+from dcp_fix.combine import by_receiver, clean_lse, merge_partials, merge_weights, weighted
 from tests.combine.test_combine import partials, softmax_oracle
 
 pytest.importorskip("triton")
@@ -37,15 +37,15 @@ def _empty(*shape, dtype=FP32, device=None):
     return torch.full(tuple(shape), NAN, dtype=dtype, device=device)
 
 
-def routes(out, lse, base=1.0, wire=FP32):
+def routes(out, lse, wire=FP32):
     """Both routes of all ranks, without a group: {route: fp32 [T, H, D]}."""
     ranks, tokens, heads, width = out.shape
-    sent = [kernels.weigh(out[rank], lse, rank, wire, base) for rank in range(ranks)]
-    packed = [kernels.pack(out[rank], lse[rank], ranks, wire, base) for rank in range(ranks)]
+    sent = [kernels.weigh(out[rank], lse, rank, wire) for rank in range(ranks)]
+    packed = [kernels.to_wire(out[rank], lse[rank], ranks, wire) for rank in range(ranks)]
     results = {"ag_rs": [], "a2a": []}
     for rank in range(ranks):
         results["ag_rs"].append(kernels.total(torch.stack([x[rank] for x in sent])))
-        parts = kernels.unpack(torch.stack([x[rank] for x in packed]), tokens, heads // ranks, width, wire)
+        parts = kernels.from_wire(torch.stack([x[rank] for x in packed]), tokens, heads // ranks, width, wire)
         results["a2a"].append(kernels.merge(*parts, want_lse=False)[0])
     return {route: torch.cat(parts, dim=1) for route, parts in results.items()}
 
@@ -94,13 +94,6 @@ def test_what_an_empty_shard_leaves_is_selected_away(strange):
         assert not torch.isfinite(got).any()
 
 
-def test_base_2_is_converted_where_it_is_loaded():
-    out, lse, _ = partials(2, tokens=3, heads=4, width=8)
-    want = routes(out.to(DEVICE), to_natural(lse, "2").to(DEVICE))
-    for route, got in routes(out.to(DEVICE), lse.to(DEVICE), BASES["2"]).items():
-        assert same_bytes(got.cpu(), want[route].cpu())
-
-
 def test_strides_and_padding_are_heeded():
     out, lse, _ = partials(2, tokens=3, heads=4, width=8)
     want = routes(out.to(DEVICE), lse.to(DEVICE))["a2a"]
@@ -117,7 +110,7 @@ def test_what_is_sent_has_a_row_for_each_receiver():
     out, lse, _ = partials(2, tokens=3, heads=4, width=5)
     sent = kernels.weigh(out[1].to(DEVICE), lse.to(DEVICE), 1, FP32).cpu()
     assert close(sent, by_receiver(weighted(out[1], merge_weights(lse)[0][1]), 2), ulps=4, floor=1.0)
-    outs, lses = kernels.unpack(kernels.pack(out[1].to(DEVICE), lse[1].to(DEVICE), 2, FP32).cpu(), 3, 2, 5, FP32)
+    outs, lses = kernels.from_wire(kernels.to_wire(out[1].to(DEVICE), lse[1].to(DEVICE), 2, FP32).cpu(), 3, 2, 5, FP32)
     assert same_bytes(outs, by_receiver(out[1], 2)) and torch.equal(lses, by_receiver(clean_lse(lse[1]), 2))
     assert outs.data_ptr() % kernels.ALIGN == lses.data_ptr() % kernels.ALIGN == 0
 
