@@ -2,7 +2,8 @@
 
     _pack     grid (T)                            slots [K] of a token -> its valid ones first, and their count
     _attend   grid (T * ceil(H / BLOCK_H), S)     one token, a block of heads, one of S pieces of its packed slots
-    _merge    grid (T * H)                        only where S > 1: the S partials of a head into one
+    _merge    grid (T * H, 512 / COLUMNS)         only where S > 1: the S partials of a head into one
+    _decode   grid (slots / DECODED_ROWS)         only where the plan says so: an fp8 cache as rows, once for all tokens
 
 A program walks over its packed slots BLOCK_K at a time: gather rows, dequantise, two products, online softmax (base 2
 inside, natural logarithm out). Work is proportional to the *count* of valid slots, so a DCP4 rank pays a quarter. The
@@ -31,7 +32,7 @@ FEW_HEADS = 16  # of a program, also of more heads where that many programs have
 LONG_PIECE = 1024  # slots of a program
 HOLED_SLOTS = 64  # up to here a piece is read with its holes: packing it would be a launch that costs more
 MERGED_COLUMNS = 128  # of the output, a program of _merge
-UNPACKED_ROWS = 16  # a program of _unpack
+DECODED_ROWS = 16  # a program of _decode
 INTERPRETED_SMS = 132  # what a CPU under the interpreter plans for
 TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}  # of queries and products
 
@@ -181,7 +182,7 @@ def _merge(parts, part_lse, out, lse, SPLITS: tl.constexpr, BLOCK_S: tl.constexp
 
 
 @triton.jit
-def _unpack(
+def _decode(
     latent, latent_block, rope, rope_block, scales, scales_block, rows, capacity,
     BLOCK_SIZE: tl.constexpr, LATENT_ENTRY: tl.constexpr, ROPE_ENTRY: tl.constexpr, SCALES_ENTRY: tl.constexpr,
     BLOCK_K: tl.constexpr, TYPE: tl.constexpr,
@@ -198,7 +199,7 @@ def _unpack(
 
 def sparse_partial_triton(q, kv, slots, scale, cache_format=None, kv_scale=None, plan=None):
     """attention.sparse_partial as up to four launches; arguments, result and errors as there. Never waits for the
-    device. Without a plan it makes one, that may unpack the cache.
+    device. Without a plan it makes one, that may decode the cache.
     """
     (tokens, heads, _), topk = q.shape, slots.shape[1]
     if not q.is_cuda:
@@ -213,8 +214,8 @@ def sparse_partial_triton(q, kv, slots, scale, cache_format=None, kv_scale=None,
     if tokens > plan.token_chunk or heads > plan.heads:
         raise ValueError(f"{tokens} tokens of {heads} heads do not fit {plan}: pass the tokens of one chunk")
     value_scale = 1.0 if kv_scale is None else float(kv_scale)
-    if plan.unpacked and fp8:
-        kv, cache_format = unpack(kv, cache_format, q.dtype), None
+    if plan.decoded and fp8:
+        kv, cache_format = decode_rows(kv, cache_format, q.dtype), None
     accumulators = workspace.allocate(plan, q.device)
     part, part_lse = accumulators if plan.splits > 1 else (out, lse)  # memory for [splits, T, H]: at least that large
     holes = topk <= plan.splits * HOLED_SLOTS
@@ -236,9 +237,9 @@ def sparse_partial_triton(q, kv, slots, scale, cache_format=None, kv_scale=None,
 
 
 def planned(q, kv, topk: int, cache_format: str | None) -> workspace.Plan:
-    """The plan of a caller that has none: for these tokens and this GPU, with no budget; it may unpack the cache."""
-    may_unpack = cache_format not in (None, "bf16") and q.dtype != torch.float32
-    capacity = kv.shape[0] * kv.shape[1] if may_unpack else 0
+    """The plan of a caller that has none: for these tokens and this GPU, with no budget; it may decode the cache."""
+    may_decode = cache_format not in (None, "bf16") and q.dtype != torch.float32
+    capacity = kv.shape[0] * kv.shape[1] if may_decode else 0
     return workspace.plan(q.shape[0], q.shape[1], topk, num_sms(q.device), capacity=capacity)
 
 
@@ -251,14 +252,14 @@ def pack(slots: torch.Tensor, tail: int | None = None) -> tuple[torch.Tensor, to
     return packed, counts
 
 
-def unpack(kv: torch.Tensor, cache_format: str, dtype: torch.dtype) -> torch.Tensor:
+def decode_rows(kv: torch.Tensor, cache_format: str, dtype: torch.dtype) -> torch.Tensor:
     """Every row of an fp8 cache by its slot, in the queries' type: [B * block_size, 576]. A row is what the attention
     kernel itself would make of the entry, bit for bit; the one scale of "fp8" stays out, as there.
     """
     capacity = kv.shape[0] * kv.shape[1]
     rows = torch.empty(capacity, LATENT + ROPE, dtype=dtype, device=kv.device)
-    _unpack[(triton.cdiv(capacity, UNPACKED_ROWS),)](
-        **cache_arguments(kv, cache_format), rows=rows, capacity=capacity, BLOCK_K=UNPACKED_ROWS, TYPE=TYPES[dtype],
+    _decode[(triton.cdiv(capacity, DECODED_ROWS),)](
+        **cache_arguments(kv, cache_format), rows=rows, capacity=capacity, BLOCK_K=DECODED_ROWS, TYPE=TYPES[dtype],
         num_warps=4,
     )  # fmt: skip
     return rows

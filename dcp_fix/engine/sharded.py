@@ -144,7 +144,7 @@ class ShardedAttention:
     def plan(self, tokens: int) -> workspace.Plan:
         """The split-KV workspace plan of a sparse batch, for the gathered heads as the kernel pads them."""
         heads = -(-self.heads * self.dcp.size // workspace.HEAD_BLOCK) * workspace.HEAD_BLOCK
-        # Only a kernel unpacks, and a cache per layer: one layer's at a time.
+        # Only a kernel decodes the cache first, and a cache per layer: one layer's at a time.
         fp8 = self.cache_format != "bf16" and self.scratch.device.type == "cuda"
         capacity = len(self.latent[0]) * BLOCK if fp8 else 0
         budget, ranks = self.workspace_budget, self.dcp.size

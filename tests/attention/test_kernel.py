@@ -75,14 +75,14 @@ def test_kernel_against_the_reference(cache_format, tokens, heads, k, splits, sl
 
 
 @pytest.mark.parametrize("cache_format", ["fp8_ds_mla", "fp8"])
-def test_unpacking_the_cache_first_changes_no_bit(cache_format):
+def test_decoding_the_cache_first_changes_no_bit(cache_format):
     slots = holed_slots(3, 33, 80, 0.5, seed=5)
     cache, kv_scale = filled_cache(cache_format, slots)
     args = randn(3, 5, 576), cache, slots, SCALE, cache_format, kv_scale
-    plain, unpacked = forced(3, 5, 33, 1), replace(forced(3, 5, 33, 1), unpacked=80)
-    got, want = on_device(*args, plan=unpacked), on_device(*args, plan=plain)
+    plain, decoded = forced(3, 5, 33, 1), replace(forced(3, 5, 33, 1), decoded=80)
+    got, want = on_device(*args, plan=decoded), on_device(*args, plan=plain)
     assert same_bytes(got[0], want[0]) and same_bytes(got[1], want[1])
-    rows = attention_kernel.unpack(cache.to(DEVICE), cache_format, torch.float32).cpu()
+    rows = attention_kernel.decode_rows(cache.to(DEVICE), cache_format, torch.float32).cpu()
     used = slots[slots >= 0].unique()
     assert same_bytes(rows[used], read_latent(cache, used, cache_format, 1.0 if cache_format == "fp8" else None))
 

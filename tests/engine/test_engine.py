@@ -19,7 +19,7 @@ from dcp_fix.engine.engine import Engine
 from dcp_fix.engine.model import Model, PlainAttention
 from dcp_fix.engine.scratch import STALE, Scratch
 from dcp_fix.engine.sharded import Ops
-from dcp_fix.kv_cache import BLOCK, pack_entry, quantize_index_key, unpack_entry
+from dcp_fix.kv_cache import BLOCK, decode_latent, encode_latent, quantize_index_key
 from dcp_fix.ranks.group import GroupError, LocalGroup, SingleGroup
 from dcp_fix.workspace import WorkspaceError
 from tests.checkpoints import random_checkpoint, random_tokens
@@ -101,7 +101,7 @@ def with_cache_rounding(model, monkeypatch, cache_format):
         def rounded(latent, k_pe, expand=expand):
             if cache_format == "bf16":
                 return expand(latent.bfloat16().float(), k_pe.bfloat16().float())
-            return expand(*unpack_entry(pack_entry(latent, k_pe)))
+            return expand(*decode_latent(encode_latent(latent, k_pe)))
 
         monkeypatch.setattr(layer, "index_keys", rounded_index)
         monkeypatch.setattr(layer, "expand", rounded)
