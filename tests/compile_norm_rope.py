@@ -12,7 +12,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from dcp_fix.kv_cache import CACHE_FORMATS, new_index_cache, new_latent_cache
-from dcp_fix.norm_rope import IndexerInputs
+from dcp_fix.norm_rope import IndexerInputs, NormRopeInputs
 from dcp_fix.norm_rope import launcher as norm_rope_launcher
 
 TYPES = {
@@ -38,13 +38,14 @@ def launch_arguments(cache_format: str, tokens: int = 4) -> dict:
 
     table, slots = torch.zeros(8, 64), torch.arange(tokens) % 8
     recorder = norm_rope_launcher.fused_norm_rope_kernel = Recorder()
-    norm_rope_launcher.fused_norm_rope_triton(
-        slots, bf16(tokens, 1536), bf16(1536), bf16(tokens, 512), bf16(512), bf16(tokens, 64), table, eps=1e-5,
+    inputs = NormRopeInputs(
+        slots, bf16(tokens, 1536), bf16(1536), bf16(tokens, 512), bf16(512), bf16(tokens, 64), table, 1e-5,
         slot_mapping=slots, kv_cache=new_latent_cache(1, cache_format), cache_format=cache_format,
         kv_scale=torch.ones(1) if cache_format == "fp8" else None, kv_out=bf16(tokens, 512), kpe_out=bf16(tokens, 64),
         indexer=IndexerInputs(bf16(tokens, 128), bf16(128), bf16(128), 1e-5, table, new_index_cache(1)),
         topk_indices=torch.zeros(tokens, 2048, dtype=torch.int32),
     )  # fmt: skip
+    norm_rope_launcher.fused_norm_rope_triton(inputs)
     return recorder.arguments
 
 

@@ -33,7 +33,7 @@ from dcp_fix.kv_cache import (
     read_latent,
     write_latent,
 )
-from dcp_fix.norm_rope import IndexerInputs, fused_norm_rope, rms_norm, rotate
+from dcp_fix.norm_rope import IndexerInputs, NormRopeInputs, fused_norm_rope, rms_norm, rotate
 from dcp_fix.ownership import owner
 
 FORMAT, SCALE = "fp8_ds_mla", 192**-0.5
@@ -114,7 +114,7 @@ def norm_inputs(tokens: int, negative: float, device, seed: int) -> dict:
 
 def our_norm(a: dict) -> dict:
     """Returns the inputs, whose outputs it wrote."""
-    fused_norm_rope(**a)
+    fused_norm_rope(NormRopeInputs(**a))
     return a
 
 

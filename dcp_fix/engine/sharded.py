@@ -33,7 +33,7 @@ from dcp_fix.engine.checkpoint import Config
 from dcp_fix.engine.model import INDEX_NORM_EPS, Layer, rope_table
 from dcp_fix.engine.scratch import Scratch
 from dcp_fix.kv_cache import BLOCK, LATENT, ROPE, new_index_cache, new_latent_cache, read_index, read_latent
-from dcp_fix.norm_rope import IndexerInputs, fused_norm_rope
+from dcp_fix.norm_rope import IndexerInputs, NormRopeInputs, fused_norm_rope
 from dcp_fix.ownership import (
     chunk_local_lengths,
     global_position,
@@ -174,12 +174,13 @@ class ShardedAttention:
         q, kv, k_pe = layer.latents(x)
         q_out = self.scratch.take("q", rows)
         kv_out, kpe_out = (self.scratch.take("kv", rows), self.scratch.take("k_pe", rows)) if dense else (None, None)
-        self.ops.norm_rope(
+        inputs = NormRopeInputs(
             batch.positions, q, w["self_attn.q_a_layernorm.weight"], kv, w["self_attn.kv_a_layernorm.weight"], k_pe,
-            self.cos_sin, eps=self.config.rms_norm_eps, slot_mapping=batch.slots, kv_cache=self.latent[layer.index],
+            self.cos_sin, self.config.rms_norm_eps, slot_mapping=batch.slots, kv_cache=self.latent[layer.index],
             cache_format=self.cache_format, kv_scale=self.kv_scale, q_out=q_out, kv_out=kv_out, kpe_out=kpe_out,
             indexer=self.indexer_inputs(layer, x), topk_indices=self.topk_indices,
         )  # fmt: skip
+        self.ops.norm_rope(inputs)
         return q_out, kv_out, kpe_out
 
     def indexer_inputs(self, layer: Layer, x: Tensor) -> IndexerInputs | None:
