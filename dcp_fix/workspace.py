@@ -27,6 +27,7 @@ from dcp_fix.kv_cache import LATENT, ROPE
 HEAD_BLOCK = 64  # heads that one kernel program computes
 KEY_BLOCK = 64  # selected keys that one step of the kernel loads
 ROW_BYTES = 2 * (LATENT + ROPE)  # of a decoded row, in the queries' bf16
+H200_SMS = 132  # multiprocessors that a CPU plans for
 REUSE = 8  # how often each slot is selected, holes counted, where decoding a cache pays
 MIB = 1 << 20
 
@@ -119,6 +120,11 @@ def expected_columns(topk: int, ranks: int) -> int:
     """
     share = topk / ranks
     return min(topk, math.ceil((share + 2.5 * math.sqrt(share)) / KEY_BLOCK) * KEY_BLOCK)
+
+
+def num_sms(device: torch.device) -> int:
+    """The multiprocessors of a GPU; of an H200 where there is none, so that a CPU makes the plans of one."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else H200_SMS
 
 
 def partial_bytes(heads: int) -> int:

@@ -17,7 +17,7 @@ the first to pass 2**31). Splits and accumulators come from workspace.py: where 
 written directly and no accumulator exists.
 
 TRITON_INTERPRET=1 must be set before this module is imported; the interpreter is only to be trusted with fp32 queries.
-Not here: tuning per GPU, warp specialisation, reading fp8 straight into the tensor cores.
+Not here: when it attends (backends.py), warp specialisation, reading fp8 straight into the tensor cores.
 """
 
 import torch
@@ -33,7 +33,6 @@ LONG_PIECE = 1024  # slots of a program
 HOLED_SLOTS = 64  # up to here a piece is read with its holes: packing it would be a launch that costs more
 MERGED_COLUMNS = 128  # of the output, a program of _merge
 DECODED_ROWS = 16  # a program of _decode
-INTERPRETED_SMS = 132  # what a CPU under the interpreter plans for
 TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}  # of queries and products
 
 # Kernels may read module globals only as constexpr.
@@ -220,7 +219,7 @@ def sparse_partial_triton(q, kv, slots, scale, cache_format=None, kv_scale=None,
     part, part_lse = accumulators if plan.splits > 1 else (out, lse)  # memory for [splits, T, H]: at least that large
     holes = topk <= plan.splits * HOLED_SLOTS
     packed, counts = (slots.contiguous(), None) if holes else pack(slots)
-    alone = tokens * plan.splits * triton.cdiv(heads, FEW_HEADS) <= num_sms(q.device)
+    alone = tokens * plan.splits * triton.cdiv(heads, FEW_HEADS) <= workspace.num_sms(q.device)
     blocks = block_sizes(heads, q.dtype, kv.dtype == q.dtype, alone, plan.width // plan.splits)
     grid = (tokens * triton.cdiv(heads, blocks["BLOCK_H"]), plan.splits)
     _attend[grid](
@@ -240,7 +239,7 @@ def planned(q, kv, topk: int, cache_format: str | None) -> workspace.Plan:
     """The plan of a caller that has none: for these tokens and this GPU, with no budget; it may decode the cache."""
     may_decode = cache_format not in (None, "bf16") and q.dtype != torch.float32
     capacity = kv.shape[0] * kv.shape[1] if may_decode else 0
-    return workspace.plan(q.shape[0], q.shape[1], topk, num_sms(q.device), capacity=capacity)
+    return workspace.plan(q.shape[0], q.shape[1], topk, workspace.num_sms(q.device), capacity=capacity)
 
 
 def pack(slots: torch.Tensor, tail: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -298,10 +297,3 @@ def cache_arguments(kv, cache_format) -> dict:
         "SCALES_ENTRY": 0 if scales is None else scales.stride(1),
         "BLOCK_SIZE": kv.shape[1],
     }  # fmt: skip
-
-
-def num_sms(device: torch.device) -> int:
-    """How many programs run side by side."""
-    if device.type != "cuda":
-        return INTERPRETED_SMS
-    return torch.cuda.get_device_properties(device).multi_processor_count

@@ -212,11 +212,11 @@ def combine_error(method: str, out: Tensor, lses: Tensor, got: Tensor) -> float:
 def attend(tokens: int, heads: int, dcp: int, device, pieces) -> Case:
     """A contender returns (out, lse). Bytes: every selected row once, queries, results."""
     from dcp_fix.attention import backends
-    from dcp_fix.attention.kernel import decode_rows, num_sms, pack
+    from dcp_fix.attention.kernel import decode_rows, pack
 
     cache = filled_cache(device)
     sets = [attend_inputs(tokens, heads, dcp, device, number) for number in range(1 if tokens > 1000 else 4)]
-    plan = workspace.plan(tokens, heads, TOPK, num_sms(device), capacity=ROWS, ranks=dcp)
+    plan = workspace.plan(tokens, heads, TOPK, workspace.num_sms(device), capacity=ROWS, ranks=dcp)
     ours = lambda i: sparse_partial(*given(sets[i], cache), plan=plan)  # noqa: E731
     contenders = {"here": partial(through, None, ours)}
     if pieces:

@@ -12,7 +12,7 @@ share it (the identity by default). `PlainAttention` is the cacheless `attend` t
 Formulas: DeepSeek-V3.2 technical report (MLA, lightning indexer) and the GLM-5 model card; the oracle is transformers'
 `GlmMoeDsaForCausalLM`.
 
-Not here: reading a checkpoint (checkpoint.py, which says what is not implemented).
+Not here: reading a checkpoint (checkpoint.py), or what of its config is implemented (config.py).
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dcp_fix.engine.checkpoint import Config, fuse_experts, read_weights
+from dcp_fix.engine.checkpoint import fuse_experts, read_weights
+from dcp_fix.engine.config import Config
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -29,7 +29,7 @@ from torch import Tensor
 from dcp_fix import attention, indexer, workspace
 from dcp_fix.combine import CombineManager, attend_routed
 from dcp_fix.engine.blocks import BlockPool, open_request
-from dcp_fix.engine.checkpoint import Config
+from dcp_fix.engine.config import Config
 from dcp_fix.engine.model import INDEX_NORM_EPS, Layer, rope_table
 from dcp_fix.engine.scratch import Scratch
 from dcp_fix.kv_cache import BLOCK, LATENT, ROPE, new_index_cache, new_latent_cache, read_index, read_latent
@@ -46,7 +46,6 @@ from dcp_fix.ownership import (
 )
 from dcp_fix.ranks.group import Group
 
-H200_SMS = 132  # what a CPU plans its workspace for
 SELECT_ROWS = {"cpu": 256, "cuda": 8192}  # query rows that the indexer takes at once: few jobs to share or few launches
 ROUTE_ROWS = 1024  # query rows exchanged at once: bounds what four ranks in one process gather
 CONTEXT_ROWS = 4096  # local rows of cached context that a dense prefill gathers at once
@@ -108,9 +107,7 @@ class ShardedAttention:
             new_index_cache(num_blocks, device=device) if kind == "full" else None for kind in config.indexer_types
         ]
         self.topk_indices = torch.full((max_batch_tokens, config.index_topk), -1, dtype=torch.int32, device=device)
-        self.num_sms = (
-            torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else H200_SMS
-        )
+        self.num_sms = workspace.num_sms(device)
         self.batch: Batch | None = None
         self.advance: Callable[[int], None] = lambda rows: None
 

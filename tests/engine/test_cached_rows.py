@@ -15,6 +15,7 @@ from dcp_fix.engine.scratch import Scratch
 from dcp_fix.engine.sharded import Ops, ShardedAttention
 from dcp_fix.kv_cache import BLOCK
 from dcp_fix.ranks.group import LocalGroup, SingleGroup
+from dcp_fix.workspace import H200_SMS
 from tests.checkpoints import random_checkpoint, random_tokens
 
 
@@ -98,7 +99,7 @@ def test_the_workspace_is_planned_for_the_heads_that_are_gathered(model):
     seen = []
     attention.ops = Ops(plan=lambda *sizes: seen.append(sizes))
     attention.plan(3)
-    assert [sizes[:5] for sizes in seen] == [(3, 128, model.config.index_topk, sharded.H200_SMS, 1 << 30)]
+    assert [sizes[:5] for sizes in seen] == [(3, 128, model.config.index_topk, H200_SMS, 1 << 30)]
 
 
 def test_the_end_of_a_prefix_is_given_up_first():

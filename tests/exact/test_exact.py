@@ -22,7 +22,7 @@ from dcp_fix.attention import sparse_partial_reference
 from dcp_fix.base.equality import close, same_bytes
 from dcp_fix.base.errors import UserError
 from dcp_fix.engine import exact_attention, sharded
-from dcp_fix.engine.checkpoint import Config
+from dcp_fix.engine.config import Config
 from dcp_fix.engine.engine import Engine
 from dcp_fix.engine.exact_attention import ExactAttention, ExactManager, RunPool
 from dcp_fix.engine.model import Model
