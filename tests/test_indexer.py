@@ -146,12 +146,6 @@ def test_no_query_sees_a_later_key():
     assert got.tolist() == [[7, 8, 9]]
 
 
-@pytest.mark.slow
-def test_long_prompt_is_quick_and_equal():
-    want = sharded(tokens=2560, k=512, dcp_size=1, interleave=1, heads=32)[0]
-    assert all(same_bytes(got, want) for got in sharded(2560, 512, 4, 1, heads=32))
-
-
 @pytest.mark.parametrize(
     ("change", "message"),
     [
