@@ -7,7 +7,7 @@ import torch
 
 from dcp_fix import ownership
 from dcp_fix.base.equality import close, same_bytes
-from dcp_fix.indexer import index_scores, select, topk
+from dcp_fix.indexer import FAULT, index_scores, select, topk
 from dcp_fix.ranks.group import LocalGroup, SingleGroup
 
 INF, NAN = math.inf, math.nan
@@ -83,8 +83,8 @@ def test_case_8_ties_go_to_the_lower_id():
 def test_total_order_over_signs_zeros_and_marks():
     scores = torch.tensor([[-0.0, 0.0, -1.5, INF, -INF, NAN, 1e-40, -1e-40, 3.0]])
     ids, values = topk(scores, torch.arange(9), 9)
-    assert ids.tolist() == [[3, 8, 6, 0, 1, 7, 2, -1, -1]]
-    assert values[0, :2].tolist() == [INF, 3.0] and (values[0, 7:] == -INF).all()
+    assert ids.tolist() == [[FAULT, 3, 8, 6, 0, 1, 7, 2, -1]]  # the NaN first
+    assert values[0, 1:3].tolist() == [INF, 3.0] and values[0, 0].isnan() and values[0, 8] == -INF
 
 
 @pytest.mark.parametrize(("n", "k"), [(1, 1), (5, 8), (64, 7), (1000, 512)])
@@ -137,6 +137,21 @@ def test_fewer_keys_than_ranks_or_than_k(tokens, dcp_size):
     assert all(same_bytes(got, want) for got in sharded(tokens, 8, dcp_size, 1))
     one = torch.zeros(tokens, 1, dtype=torch.int32)  # k = 1 with one key
     assert same_bytes(sharded(tokens, 1, dcp_size, 1)[0][:1], one[:1])
+
+
+@pytest.mark.parametrize("dcp_size", [1, 2, 8])
+def test_a_score_of_nan_is_a_fault_of_every_query_that_sees_its_key(dcp_size):
+    """Key 20 is NaN: queries before it do not see it, and those that may take all of 16 keys need no score."""
+    q, w, keys = problem(40)
+    keys[20], positions = NAN, torch.arange(40)
+
+    def run(group):
+        mine = ownership.owner(positions, dcp_size) == group.rank
+        return select(q, w, keys[mine], positions[mine], positions, 16, group)
+
+    for got in LocalGroup.run(dcp_size, run):
+        assert (got == FAULT).all(1).nonzero().flatten().tolist() == list(range(20, 40))
+        assert (got[:20] >= -1).all()
 
 
 def test_no_query_sees_a_later_key():

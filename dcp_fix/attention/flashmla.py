@@ -72,7 +72,9 @@ def by_prefill(
     value_scale = 1.0 if kv_scale is None else float(kv_scale)
     rows, (packed, counts) = decode_rows(kv, cache_format, q.dtype), pack(slots, tail=-1)
     out, lse = flashmla.prefill(q, rows, packed, counts, scale * value_scale)
-    out, lse = merge(out[None], lse[None])  # of one partial: fp32, the marks of "no key" made neutral, in one pass
+    out, lse = merge(
+        out[None], faults_told(lse, counts > 0)[None]
+    )  # of one partial: fp32, the marks of "no key" made neutral, in one pass
     return out if value_scale == 1.0 else out.mul_(value_scale), lse
 
 
@@ -82,10 +84,15 @@ def by_decode(
     """The same over a cache of fp8_ds_mla: slots packed and cut to `width`, the rest added."""
     if width == slots.shape[1]:
         out, lse = flashmla.decode(q, cache, slots.int(), scale)
-        return merge(out[None], lse[None])
+        return merge(out[None], faults_told(lse, (slots >= 0).any(1))[None])
     packed, counts = pack(slots, tail=-1)
     out, lse = flashmla.decode(q, cache, packed[:, :width], scale)
-    return with_spill(q, cache, "fp8_ds_mla", packed, counts, width, scale, out, lse)
+    return with_spill(q, cache, "fp8_ds_mla", packed, counts, width, scale, out, faults_told(lse, counts > 0))
+
+
+def faults_told(lse: Tensor, holds_keys: Tensor) -> Tensor:
+    """lse [T, H] with NaN for +inf where a token holds keys [T]: FlashMLA says +inf of "no key" and of a NaN alike."""
+    return torch.where((lse == torch.inf) & holds_keys[:, None], torch.nan, lse)
 
 
 def padded(q: Tensor) -> Tensor:

@@ -130,8 +130,7 @@ def _walk(
         acc = tl.dot(weights.to(TYPE), keys, acc * keep[:, None], input_precision="ieee")
         top = new_top
 
-    # The neutral element, selected: 0 / 0 is NaN.
-    empty = top == float("-inf") if HOLES else tl.full([BLOCK_H], begin >= end, tl.int1)
+    empty = total == 0  # no key: the neutral element, selected, since 0 / 0 is NaN. A NaN is none, and goes on
     result = tl.where(empty[:, None], 0.0, acc / total[:, None] * value_scale)
     return result, tl.where(empty, float("-inf"), (top + tl.log2(total)) * _LN_2)
 
@@ -174,8 +173,8 @@ def _merge(parts, part_lse, out, lse, SPLITS: tl.constexpr, BLOCK_S: tl.constexp
     total = tl.sum(weights, axis=0)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     place = (split * rows + at)[:, None] * _LATENT + column[None, :]
-    values = tl.load(parts + place, mask=weights[:, None] > 0, other=0.0)  # a weight of zero selects: 0 x NaN is NaN
-    merged = tl.sum(values * weights[:, None], axis=0) / tl.where(total > 0, total, 1.0)
+    values = tl.load(parts + place, mask=weights[:, None] != 0, other=0.0)  # a weight of zero selects: 0 x NaN is NaN
+    merged = tl.sum(values * weights[:, None], axis=0) / tl.where(total == 0, 1.0, total)
     tl.store(out + at * _LATENT + column, merged)
     tl.store(lse + at, top + tl.log(total), mask=tl.program_id(1) == 0)
 

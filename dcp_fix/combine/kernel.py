@@ -5,8 +5,8 @@
     _to_wire grid (rows)   a2a and exact, before: out and lse into one buffer, a piece for each receiver
     _merge   grid (rows)   a2a, after: shares from the lses that arrived, outs weighed and summed in rank order
 
-A row is one head of one token. Each kernel reads what it needs once and writes once; +inf and NaN of an lse are handled
-where it is loaded, and a share of zero selects its output away after loading it (0 x NaN is NaN).
+A row is one head of one token. Each kernel reads what it needs once and writes once; +inf of an lse is handled where
+it is loaded, and a share of zero selects its output away after loading it (0 x NaN is NaN).
 
 Products are rounded before they are summed (enable_fp_fusion=False), sums run in rank order and the one division is
 exact, so _weigh with _total gives the bits of _merge over an fp32 wire. Over a bf16 wire the two round different
@@ -28,9 +28,9 @@ WIDE_ROWS = 4096  # from here on a program takes several rows; below, a row each
 
 @triton.jit
 def _clean(lse):
-    """fp32, with the marks for "no key" turned into -inf."""
+    """fp32, with the mark for "no key" turned into -inf. NaN stays: it is a fault, no mark."""
     lse = lse.to(tl.float32)
-    return tl.where(lse < float("inf"), lse, float("-inf"))  # NaN < inf is false
+    return tl.where(lse == float("inf"), float("-inf"), lse)
 
 
 @triton.jit
@@ -49,7 +49,7 @@ def _denominator(lses, at, stride, RANKS: tl.constexpr):
 @triton.jit
 def _weighed(x, lse, finite, total):
     """x [R, D] times the share of a partial with this lse [R]; zero where the share is."""
-    share = tl.div_rn(tl.exp(lse - finite), tl.where(total > 0, total, 1.0))[:, None]
+    share = tl.div_rn(tl.exp(lse - finite), tl.where(total == 0, 1.0, total))[:, None]
     return tl.where(share == 0, 0.0, x.to(tl.float32) * share)
 
 

@@ -8,7 +8,8 @@ Rank r attends with the query heads of every rank over the keys that it owns, wh
 and the whole is   w_r = exp(lse_r - m),  m = max_r lse_r,   out = sum_r (w_r / sum w) out_r,   lse = m + log sum w.
 
 Neutral element: out 0, lse -inf, for a shard without a key. FlashMLA marks that shard with lse = +inf and leaves its
-output undefined, so +inf and NaN become -inf at the door and a zero weight *selects* its output away: 0 x NaN is NaN.
+output undefined, so +inf becomes -inf at the door and a zero weight *selects* its output away: 0 x NaN is NaN. An lse
+of NaN is no mark but a fault, in a query or a key, and makes the whole NaN.
 
 Shapes: T tokens, H heads of the whole group, h = H / P of one rank, P ranks or other partials, D value width. All in
 fp32, products before sums, sums in rank order: `ag_rs`, `a2a` and `merge_partials` give the same bits.
@@ -30,9 +31,9 @@ BASES = {"e": 1.0, "2": math.log(2.0)}  # natural logarithm = BASES[base] * loga
 
 
 def clean_lse(lse: torch.Tensor) -> torch.Tensor:
-    """fp32, with the marks that kernels use for "no key" (+inf, NaN) turned into -inf."""
+    """fp32, with the mark of FlashMLA for "no key", +inf, turned into -inf. NaN stays: it is a fault, no mark."""
     lse = lse.float()
-    return torch.where(lse < math.inf, lse, NEUTRAL[1])  # NaN < inf is false
+    return lse.masked_fill(lse == math.inf, NEUTRAL[1])
 
 
 def to_natural(lse: torch.Tensor, base: str) -> torch.Tensor:
@@ -55,7 +56,7 @@ def merge_weights(lse: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     total = weights[0].clone()
     for weight in weights[1:]:
         total += weight
-    return weights / torch.where(total > 0, total, 1.0), top + total.log()
+    return weights / torch.where(total == 0, 1.0, total), top + total.log()
 
 
 def weighted(out: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

@@ -216,7 +216,8 @@ class ShardedAttention:
             q = layer.absorb(*layer.queries(q_latent[rows], self.cos_sin[self.batch.positions[rows]]))  # [rows, h, 576]
             attend = self.attend(layer, self.topk_indices[rows])
             out = self.ops.route(q, attend, self.manager, self.batch.decode)  # [rows, h, 512]
-            values.append(layer.unabsorb(out))
+            faulty = self.topk_indices[rows, :1, None] == indexer.FAULT  # [rows, 1, 1]
+            values.append(layer.unabsorb(out).masked_fill_(faulty, torch.nan))
             self.advance(rows.stop - rows.start)
         return torch.cat(values)
 

@@ -48,13 +48,13 @@ class Operators:
 
 
 def partial(q, rows, slots, scale):
-    """out [T, H, 512] and lse [T, H] of each token over its slots; NaN and +inf where it has none."""
+    """out [T, H, 512] and lse [T, H] of each token over its slots; NaN and +inf where it has none or one is NaN."""
     out, lse = q.new_full((*q.shape[:2], 512), NAN), q.new_full(q.shape[:2], INF, dtype=torch.float32)
     for token, own in enumerate(slots):
         if len(own):
             keys = rows[own.long()].double()
             scores = scale * q[token].double() @ keys.T
-            out[token], lse[token] = scores.softmax(-1) @ keys[:, :512], scores.logsumexp(-1)
+            out[token], lse[token] = scores.softmax(-1) @ keys[:, :512], scores.logsumexp(-1).nan_to_num(nan=INF)
     return out, None, lse
 
 
@@ -116,6 +116,21 @@ def test_every_way_gives_the_same_answer(operators, chosen, form, monkeypatch):
     got = backends.sparse_partial_cuda(*moved)
     assert agree(tuple(x.cpu() for x in got), want, ULPS)
     assert got[0].dtype == torch.float32 and got[0][0].eq(0).all() and (got[1][0] == -INF).all()
+
+
+@pytest.mark.parametrize("width", [None, 8, 30, 33])
+def test_a_nan_is_told_from_no_key(operators, width):
+    """FlashMLA marks both by +inf. Its prefill, and its decode of a width that holds few keys, the own ones, all."""
+    q, cache, slots, _ = problem(4, 5, 33)
+    q[1, 2] = NAN
+    if width is None:
+        got = flashmla.by_prefill(backends.CHOSEN[0], q, cache, slots, SCALE, "fp8_ds_mla", None)
+    else:
+        got = flashmla.by_decode(backends.CHOSEN[0], q, cache, slots, SCALE, width)
+    out, lse = (x.cpu() for x in got)
+    for x in (out.isnan().all(-1), out.isnan().any(-1), lse.isnan()):
+        assert x.nonzero().tolist() == [[1, 2]]
+    assert out[0].eq(0).all() and (lse[0] == -INF).all()
 
 
 @pytest.mark.parametrize("width", [1, 5, 16, 33, 150])

@@ -71,6 +71,24 @@ def test_kernel_against_the_reference(cache_format, tokens, heads, k, splits, sl
     assert got[0][0].eq(0).all() and (got[1][0] == -INF).all()
 
 
+@pytest.mark.parametrize("splits", [1, 3])
+@pytest.mark.parametrize("slots_are", ["packed", "holed"])
+def test_a_nan_in_a_query_or_in_every_key_reaches_the_output(splits, slots_are, monkeypatch):
+    """Token 0 has no key, which is no fault; 1 has a query of NaN, 2 keys of NaN, 3 one among others, 4 no fault."""
+    monkeypatch.setattr(attention_kernel, "HOLED_SLOTS", 64 if slots_are == "holed" else 0)
+    q, rows = randn(5, 20, 576), randn(40, 576, seed=1)
+    q[1, 3], rows[20:30] = NAN, NAN
+    slots = torch.full((5, 50), -1)
+    slots[1, :9], slots[2, 5:12], slots[4, 10:30] = torch.arange(9), torch.arange(21, 28), torch.arange(20)
+    slots[3, 2:20] = torch.arange(3, 21)
+    given = (q, rows, slots, SCALE)
+    for got in (on_device(*given, plan=forced(5, 20, 50, splits)), sparse_partial_reference(*given)):
+        bad = torch.zeros(5, 20, dtype=torch.bool)
+        bad[1, 3], bad[2:4] = True, True
+        assert got[0].isnan().all(-1).equal(bad) and got[0].isnan().any(-1).equal(bad) and got[1].isnan().equal(bad)
+        assert got[0][0].eq(0).all() and (got[1][0] == -INF).all()
+
+
 @pytest.mark.parametrize("cache_format", ["fp8_ds_mla", "fp8"])
 def test_decoding_the_cache_first_changes_no_bit(cache_format):
     slots = holed_slots(3, 33, 80, 0.5, seed=5)

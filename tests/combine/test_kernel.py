@@ -83,6 +83,16 @@ def test_merge_is_merge_partials():
     assert (got_lse[0] == -math.inf).all() and torch.isfinite(got_lse[1:][~empty.all(0)[1:]]).all()
 
 
+def test_a_nan_is_no_mark_and_reaches_the_whole():
+    out, lse, _ = partials(3, tokens=2, heads=6, width=7, holes=0.0)
+    lse[0, 1], out[0, 1] = math.inf, NAN
+    lse[1, 1, 3], out[1, 1, 3] = NAN, NAN
+    whole = kernels.merge(out.to(DEVICE), lse.to(DEVICE))
+    assert whole[1].isnan().nonzero().tolist() == [[1, 3]]
+    for got in (*routes(out.to(DEVICE), lse.to(DEVICE)).values(), whole[0]):
+        assert got.isnan().all(-1).nonzero().tolist() == [[1, 3]] and got.isnan().sum() == 7
+
+
 @pytest.mark.parametrize("strange", [math.inf, -math.inf, NAN])
 def test_what_an_empty_shard_leaves_is_selected_away(strange):
     out = torch.stack([torch.full((2, 2, 4), strange), torch.full((2, 2, 4), 3.0)]).to(DEVICE)

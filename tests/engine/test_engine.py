@@ -20,6 +20,7 @@ from dcp_fix.engine.model import Model, PlainAttention
 from dcp_fix.engine.scratch import STALE, Scratch
 from dcp_fix.engine.sharded import Ops
 from dcp_fix.kv_cache import BLOCK, decode_latent, encode_latent, quantize_index_key
+from dcp_fix.norm_rope import fused_norm_rope
 from dcp_fix.ranks.group import GroupError, LocalGroup, SingleGroup
 from dcp_fix.workspace import WorkspaceError
 from tests.checkpoints import random_checkpoint, random_tokens
@@ -252,6 +253,36 @@ def test_the_historical_plan_exceeds_a_budget_that_the_corrected_one_meets(model
     with pytest.raises(GroupError, match="MiB") as error:
         answer(model, prompt, dcp_size=4, workspace_budget=budget, ops=Ops(plan=broken.plan_always_allocate))
     assert isinstance(error.value.__cause__, WorkspaceError)
+
+
+# --- faults in what is computed from ----------------------------------------------------------------------------------
+
+
+def spoiled(name, step):
+    """norm_rope with a NaN in `name` of one row: of position 20, or in the step of decode."""
+
+    def norm_rope(inputs):
+        row = (inputs.positions == (20 if step == "prefill" else SPARSE))[:, None]
+        if name == "index key" and inputs.indexer is not None:
+            inputs = replace(inputs, indexer=replace(inputs.indexer, k=inputs.indexer.k.masked_fill(row, math.nan)))
+        elif name != "index key":
+            inputs = replace(inputs, **{name: getattr(inputs, name).masked_fill(row, math.nan)})
+        return fused_norm_rope(inputs)
+
+    return Ops(norm_rope=norm_rope)
+
+
+@pytest.mark.parametrize("name", ["q", "kv", "k_pe", "index key"])
+@pytest.mark.parametrize("step", ["prefill", "decode"])
+@pytest.mark.parametrize(
+    "dcp_size, options", [(1, {}), (4, {"combine": "a2a"}), (4, {"combine": "exact"}), (1, {"static_decode": True})]
+)
+def test_a_nan_reaches_the_logits(model, name, step, dcp_size, options):
+    """Faults and "no key" share no mark, so none is merged away, at any DCP size."""
+    prompt = random_tokens(SPARSE, seed=SPARSE)
+    got = answer(model, prompt, dcp_size=dcp_size, ops=spoiled(name, step), steps=2, **options)
+    assert got.logits[1].isnan().all()
+    assert got.logits[0].isnan().all() if step == "prefill" else got.logits[0].isfinite().all()
 
 
 # --- scratch memory ---------------------------------------------------------------------------------------------------

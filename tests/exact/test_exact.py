@@ -181,7 +181,7 @@ def test_a_class_or_a_token_without_a_key_is_neutral():
 def test_both_transports_bring_the_tree_over_local_groups():
     random = torch.Generator().manual_seed(0)
     out, lse = torch.randn(4, 3, 8, 512, generator=random), torch.randn(4, 3, 8, generator=random)
-    lse[1, 0], lse[2, 1], lse[:, 2] = torch.inf, NAN, -torch.inf  # marks of kernels for "no key"
+    lse[1, 0], lse[2, 1], lse[:, 2] = torch.inf, torch.inf, -torch.inf  # marks of kernels for "no key"
     out[1, 0], out[2, 1] = NAN, NAN
     want, _ = exact.merge_tree(out, combine.clean_lse(lse))
     for method in exact_attention.METHODS:

@@ -96,6 +96,18 @@ def test_the_tree_against_the_reference(nodes):
     assert not got[0].isnan().any() and (got[1][1] == -torch.inf).all()
 
 
+def test_a_nan_reaches_the_output_and_an_empty_class_stays_neutral():
+    """One key of token 0; token 1 has three keys, token 2 none."""
+    q, ids, rows = randn(4, 6, 576), chosen(4, 130, 70), randn(130, 576, seed=2)
+    ids[1:] = torch.where(ids[1:] == ids[0, 5], -1, ids[1:])
+    rows[ids[0, 5]] = NAN
+    given = (q, rows, ids, ids, leaves_of(130, 8), 8, 2, SCALE)
+    leaves = on_device(leaf_partials_triton, *given)
+    for out, lse in (on_device(merge_tree_triton, *leaves), exact.merge_tree(*exact.leaf_partials_reference(*given))):
+        assert out[0].isnan().all() and lse[0].isnan().all() and not out[1:].isnan().any()
+        assert out[2].eq(0).all() and (lse[2] == -torch.inf).all() and lse[1].isfinite().all()
+
+
 def node(size, rank, q, rows, ids, heads, cache_format=None, splits=1):
     """What one rank of `size` sends, its cache holding every row at its own place."""
     slots, leaf_of = localise(ids, size, rank), leaves_of(len(rows), CLASSES, size).to(q.device)

@@ -150,6 +150,8 @@ MUTANTS = [
         "return out, lse",
         ATTENTION,
     ),
+    ("dcp_fix/combine/reference.py", "lse == math.inf, NEUTRAL[1]", "~(lse < math.inf), NEUTRAL[1]", COMBINE),
+    ("dcp_fix/indexer.py", "return keys.masked_fill_(scores.isnan(), NAN_CANDIDATE)", "return keys", INDEXER),
     # --- workspace ---
     ("dcp_fix/workspace.py", "-(-topk // KEY_BLOCK)))", "topk // KEY_BLOCK))", WORKSPACE),
     ("dcp_fix/workspace.py", "fit // tokens - 1))", "fit // tokens))", WORKSPACE),
