@@ -68,8 +68,9 @@ class Layer:
         return self.w_uk.shape[0]
 
     def project(self, name: str, x: Tensor) -> Tensor:
-        """x @ W.T for the attention weight of that name, x [..., in]."""
-        return F.linear(x, self.w[f"self_attn.{name}.weight"])
+        """x @ W.T for the attention weight of that name, x [..., in], in the weight's type."""
+        weight = self.w[f"self_attn.{name}.weight"]
+        return F.linear(x.to(weight.dtype), weight)
 
     def latents(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Before the fused norm/RoPE: query latent [..., q_lora], KV latent [..., 512], unrotated key [..., 64]."""
@@ -129,14 +130,20 @@ class Layer:
     def route(self, x: Tensor) -> Tensor:
         """Expert weights [..., E + 1], fp32: sigmoid scores of the top ones, normalised, scaled; the shared one's 1."""
         scores = F.linear(x.float(), self.w["mlp.gate.weight"].float()).sigmoid()
-        chosen = (
-            (scores + self.w["mlp.gate.e_score_correction_bias"].float())
-            .topk(self.config.num_experts_per_tok, -1)
-            .indices
-        )
+        biased = scores + self.w["mlp.gate.e_score_correction_bias"].float()
+        chosen = biased.topk(self.config.num_experts_per_tok, -1).indices
         picked = torch.zeros_like(scores).scatter(-1, chosen, scores.gather(-1, chosen))
         weights = picked / (picked.sum(-1, keepdim=True) + 1e-20) * self.config.routed_scaling_factor
         return torch.cat([weights, torch.ones_like(weights[..., :1])], -1)
+
+
+def dtype_of(name: str, dtype: torch.dtype) -> torch.dtype:
+    """The type of the weight `name` in a model of type `dtype`: fp32 where that is part of the model, as transformers
+    keeps it too. Biases of the router lie around 7, where bf16 has steps of 1/32, and choose other experts in it.
+    """
+    always = name.endswith((".mlp.gate.weight", ".mlp.gate.e_score_correction_bias"))
+    in_fp16 = dtype == torch.float16 and name.endswith(".indexer.weights_proj.weight")
+    return torch.float32 if always or in_fp16 else dtype
 
 
 INDEX_NORM_EPS = 1e-6
@@ -156,7 +163,8 @@ class Model:
         folder = Path(folder)
         config = Config.from_json(folder / "config.json")
         weights = read_weights(folder / "model.safetensors", config)
-        return cls(config, {name: value.to(device, dtype) for name, value in fuse_experts(weights, config).items()})
+        weights = fuse_experts(weights, config)
+        return cls(config, {name: value.to(device, dtype_of(name, dtype)) for name, value in weights.items()})
 
     def forward(self, tokens: Tensor, attend: Attend, reduce: Callable[[Tensor], Tensor] = lambda x: x) -> Tensor:
         """Token ids [..., T] to normed hidden states [..., T, hidden]."""
@@ -200,6 +208,7 @@ class PlainAttention:
     def project(self, layer: Layer, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Queries, keys and values [..., h, T, width] of every head, and the normed query latent [..., T, q_lora]."""
         q_latent, kv, k_pe = layer.latents(x)
+        # The config's eps, as in vLLM, whose answers count. transformers gives these two norms its default of 1e-6.
         q_latent = rms_norm(q_latent, layer.w["self_attn.q_a_layernorm.weight"], self.config.rms_norm_eps)
         latent = rms_norm(kv, layer.w["self_attn.kv_a_layernorm.weight"], self.config.rms_norm_eps)
         q = torch.cat(layer.queries(q_latent, self.cos_sin), -1)
