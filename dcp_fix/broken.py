@@ -4,16 +4,15 @@ Nothing here is called by the corrected code. The ladder and the notebooks swap 
 one fails where its counterpart passes.
 """
 
-import functools
-import inspect
 from collections.abc import Callable
 from dataclasses import replace
 
-import torch
 from torch import Tensor
 
-from dcp_fix.norm_rope import fused_norm_rope
+from dcp_fix.norm_rope import NormRopeInputs, fused_norm_rope
 from dcp_fix.workspace import MIB, Plan, WorkspaceError, wanted_splits
+
+Kernel = Callable[[NormRopeInputs], Tensor]
 
 # --- norm and RoPE kernel ---------------------------------------------------------------------------------------------
 #
@@ -21,64 +20,52 @@ from dcp_fix.workspace import MIB, Plan, WorkspaceError, wanted_splits
 # runs on the other rows only, which makes one description of the defect serve the reference and the compiled kernel.
 
 
-def skip_all_rows(implementation: Callable) -> Callable:
+def skip_all_rows(implementation: Kernel) -> Kernel:
     """Defect 1: a negative slot ends the token after its top-k reset (vLLM 0.28, issue 50095)."""
 
-    def run(call: dict) -> None:
-        if call["slot_mapping"] is not None:  # a profiling run ended every token there
-            _run_rows(implementation, call, call["slot_mapping"] >= 0)
+    def norm_rope_skip_all_rows(inputs: NormRopeInputs) -> Tensor:
+        inputs = _reset(inputs)
+        if inputs.slot_mapping is not None:  # a profiling run ended every token there
+            _run_rows(implementation, inputs, inputs.slot_mapping >= 0)
+        return inputs.q_out
 
-    return _same_signature(implementation, run, skip_all_rows)
+    return norm_rope_skip_all_rows
 
 
-def skip_dense_rows(implementation: Callable) -> Callable:
+def skip_dense_rows(implementation: Kernel) -> Kernel:
     """Defect 3: a negative slot ends the token after its top-k reset and query norm (vLLM 0.29, issue 54907)."""
 
-    def run(call: dict) -> None:
-        if call["slot_mapping"] is None:
-            implementation(**call)
-            return
-        _run_rows(implementation, call, call["slot_mapping"] >= 0)
+    def norm_rope_skip_dense_rows(inputs: NormRopeInputs) -> Tensor:
+        inputs = _reset(inputs)
+        if inputs.slot_mapping is None:
+            return implementation(inputs)
+        _run_rows(implementation, inputs, inputs.slot_mapping >= 0)
         query_only = dict.fromkeys(("kv_cache", "kv_scale", "kv_out", "kpe_out", "indexer", "topk_indices"))
-        implementation(**{**call, **query_only})
+        return implementation(replace(inputs, **query_only))
 
-    return _same_signature(implementation, run, skip_dense_rows)
-
-
-def _same_signature(implementation: Callable, run: Callable[[dict], None], defect: Callable) -> Callable:
-    """`run` behind the signature of `implementation`: arguments by name, output allocated, top-k all reset."""
-    signature = inspect.signature(implementation)
-
-    def broken(*args, **kwargs) -> Tensor:
-        bound = signature.bind(*args, **kwargs)
-        bound.apply_defaults()
-        call = bound.arguments
-        if call["q_out"] is None:
-            call["q_out"] = torch.empty_like(call["q"])
-        if call["indexer"] is not None and call["topk_indices"] is not None:
-            call["topk_indices"][: len(call["q"])] = -1
-        run(dict(call))
-        return call["q_out"]
-
-    functools.update_wrapper(broken, implementation)
-    broken.__name__ = broken.__qualname__ = f"norm_rope_{defect.__name__}"
-    broken.__doc__ = defect.__doc__
-    return broken
+    return norm_rope_skip_dense_rows
 
 
-def _run_rows(implementation: Callable, call: dict, rows: Tensor) -> None:
+def _reset(inputs: NormRopeInputs) -> NormRopeInputs:
+    """The top-k reset, of all rows; the rest as it was, output allocated."""
+    if inputs.indexer is not None and inputs.topk_indices is not None:
+        inputs.topk_indices[: len(inputs.q)] = -1
+    return replace(inputs.with_q_out(), topk_indices=None)
+
+
+def _run_rows(implementation: Kernel, inputs: NormRopeInputs, rows: Tensor) -> None:
     """Runs `implementation` on the tokens where `rows` [T] holds; every other row of the outputs keeps its memory."""
     per_token = ("positions", "q", "kv", "k_pe", "slot_mapping", "q_out", "kv_out", "kpe_out")
-    part = call | {name: call[name][rows] for name in per_token if call[name] is not None}
-    part["topk_indices"] = None  # already reset, for all rows
-    indexer = call["indexer"]
-    if indexer is not None:
+    given = {name: getattr(inputs, name) for name in per_token}
+    part = replace(inputs, **{name: x[rows] for name, x in given.items() if x is not None})
+    if (indexer := inputs.indexer) is not None:
         slots = indexer.slot_mapping
-        part["indexer"] = replace(indexer, k=indexer.k[rows], slot_mapping=None if slots is None else slots[rows])
-    implementation(**part)
+        some = replace(indexer, k=indexer.k[rows], slot_mapping=None if slots is None else slots[rows])
+        part = replace(part, indexer=some)
+    implementation(part)
     for name in ("q_out", "kv_out", "kpe_out"):
-        if call[name] is not None:
-            call[name][rows] = part[name]
+        if given[name] is not None:
+            given[name][rows] = getattr(part, name)
 
 
 norm_rope_skip_all_rows = skip_all_rows(fused_norm_rope)

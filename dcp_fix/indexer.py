@@ -4,8 +4,9 @@
 
 `head_weights` w hold every positive factor: the projection, head_dim**-0.5 and heads**-0.5 (relu(a x) = a relu(x)).
 
-One total order everywhere: score descending, then id ascending; -0.0 equals 0.0; -inf and NaN are never selected. One
-int64 per candidate carries it, score bits above inverted id, so that a plain integer top-k is exact, and exact again on
+One total order everywhere: score descending, then id ascending; -0.0 equals 0.0; -inf is never selected. A NaN is no
+score but a fault: it comes before all, and makes every id of its row FAULT, so that attention can say so. One int64 per
+candidate carries it, score bits above inverted id, so that a plain integer top-k is exact, and exact again on
 the candidates of several shards (where ranks break ties by different rules, no merge can repair the choice).
 
 Equal for every shard count, bit for bit: the bits of an element of a matrix product depend on the product's *shape* (a
@@ -27,8 +28,8 @@ TILE = {"cpu": 256, "cuda": 8192}  # keys per product
 ELEMENTS = {"cpu": 1 << 20, "cuda": 1 << 27}  # of one product [tokens * heads, TILE]: 4 MiB stay in a core's cache
 MERGE_ROWS = 1024  # tokens per exchange of candidates
 ID_MASK = 0xFFFFFFFF
-NO_CANDIDATE = torch.iinfo(torch.int64).min
-HOLE = -1
+NO_CANDIDATE, NAN_CANDIDATE = torch.iinfo(torch.int64).min, torch.iinfo(torch.int64).max
+HOLE, FAULT = -1, -2  # in place of an id: no key; a score that is NaN
 
 
 def index_scores(q: torch.Tensor, head_weights: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
@@ -47,20 +48,12 @@ def index_scores(q: torch.Tensor, head_weights: torch.Tensor, k: torch.Tensor) -
 def topk(scores: torch.Tensor, ids: torch.Tensor, k: int) -> tuple[torch.Tensor, torch.Tensor]:
     """scores [T, N], ids [N] or [T, N] -> the first k in the total order: ids int32 [T, k], scores fp32 [T, k].
 
-    Where there are fewer than k, id -1 with score -inf.
+    Where there are fewer than k, id -1 with score -inf; of a NaN, id FAULT.
 
     >>> topk(torch.tensor([[2.0, 3.0, 2.0]]), torch.tensor([5, 6, 1]), k=2)[0].tolist()
     [[6, 1]]
     """
     return _decode(_best(_encode(scores, ids), k, ordered=True))
-
-
-def merge_topk(ids: torch.Tensor, scores: torch.Tensor, group: Group, k: int) -> torch.Tensor:
-    """Each rank's local top-k [T, k] (-1 = hole) -> the global one: int32 [T, k], ids ascending, -1 last.
-
-    The same on every rank, and the same as the top-k of the unsharded scores.
-    """
-    return _merge(_encode(torch.where(ids >= 0, scores, -torch.inf), ids.clamp(min=0)), group, k)
 
 
 def select(
@@ -72,7 +65,8 @@ def select(
     k: int,
     group: Group,
 ) -> torch.Tensor:
-    """The positions that each query attends to: int32 [T, k], ascending, -1 last; the same on every rank.
+    """The positions that each query attends to: int32 [T, k], ascending, -1 last; the same on every rank. Of a query
+    that scores a key it sees NaN, every one is FAULT.
 
     q [T, I, d], head_weights [T, I], query_positions [T]: the same on every rank of `group`.
     k_local [N, d], key_positions [N] ascending: this rank's keys; over the ranks, each position once and none missing.
@@ -118,13 +112,13 @@ def _visible_prefix(key_positions, query_positions):
 
 
 def _merge(candidates, group, k):
-    """int64 [T, k] of each rank -> ids int32 [T, k] ascending, -1 last."""
+    """int64 [T, k] of each rank -> ids int32 [T, k] ascending, -1 last; all FAULT where one is."""
     if group.size > 1:
         candidates = _best(group.all_gather(candidates, dim=1), k)
     ids = _decode(candidates)[0]
     last = torch.iinfo(torch.int32).max
     ids = ids.masked_fill(ids == HOLE, last).sort(dim=1)[0]
-    return ids.masked_fill_(ids == last, HOLE)
+    return ids.masked_fill_(ids == last, HOLE).masked_fill_(ids[:, :1] == FAULT, FAULT)
 
 
 def _best(keys, k, ordered=False):
@@ -138,15 +132,17 @@ def _encode(scores, ids):
     """fp32 scores [T, N], ids -> int64 whose order is the total order."""
     bits = (scores + 0.0).view(torch.int32)  # -0.0 + 0.0 = 0.0
     ordered = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).long() << 32  # negative floats count backwards
-    return torch.where(scores > -torch.inf, ordered | (ID_MASK - ids.long()), NO_CANDIDATE)
+    keys = torch.where(scores > -torch.inf, ordered | (ID_MASK - ids.long()), NO_CANDIDATE)
+    return keys.masked_fill_(scores.isnan(), NAN_CANDIDATE)
 
 
 def _decode(keys):
-    """The inverse of `_encode`: ids int32, scores fp32; a missing candidate is (-1, -inf)."""
+    """The inverse of `_encode`: ids int32, scores fp32; a missing candidate is (-1, -inf), a NaN (FAULT, NaN)."""
     bits = (keys >> 32).int()
     scores = (bits ^ ((bits >> 31) & 0x7FFFFFFF)).view(torch.float32)
     absent = keys == NO_CANDIDATE
-    return (ID_MASK - (keys & ID_MASK)).int().masked_fill(absent, HOLE), scores.masked_fill(absent, -torch.inf)
+    ids = (ID_MASK - (keys & ID_MASK)).int().masked_fill(keys == NAN_CANDIDATE, FAULT)
+    return ids.masked_fill_(absent, HOLE), scores.masked_fill(absent, -torch.inf)
 
 
 def _sum_heads(x):

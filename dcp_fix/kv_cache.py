@@ -1,4 +1,4 @@
-"""The bytes of the two paged caches of a sparse MLA layer: pack, unpack, write by slot, read by slot.
+"""The bytes of the two paged caches of a sparse MLA layer: encode, decode, write by slot, read by slot.
 
 Latent cache, one entry per token. Three formats:
 
@@ -62,12 +62,12 @@ def new_index_cache(num_blocks: int, block_size: int = BLOCK, device: torch.devi
     return torch.zeros((num_blocks, block_size, INDEX_BYTES), dtype=torch.uint8, device=device)
 
 
-def pack_entry(latent: Tensor, rope: Tensor) -> Tensor:
+def encode_latent(latent: Tensor, rope: Tensor) -> Tensor:
     """fp8_ds_mla entries, uint8 [T, 656], of normed latents [T, 512] and rotated keys [T, 64].
 
     A latent of 896s has amax 896 in each tile, so scale 2.0 and fp8 bytes 0x7e (448):
 
-    >>> entry = pack_entry(torch.full((1, 512), 896.0), torch.zeros(1, 64))
+    >>> entry = encode_latent(torch.full((1, 512), 896.0), torch.zeros(1, 64))
     >>> entry.shape, hex(entry[0, 0]), entry[0, 512:528].view(torch.float32).tolist()
     (torch.Size([1, 656]), '0x7e', [2.0, 2.0, 2.0, 2.0])
     """
@@ -77,8 +77,8 @@ def pack_entry(latent: Tensor, rope: Tensor) -> Tensor:
     return torch.cat([part.contiguous().view(torch.uint8) for part in parts], dim=-1)
 
 
-def unpack_entry(entries: Tensor) -> tuple[Tensor, Tensor]:
-    """Inverse of `pack_entry` up to rounding: uint8 [..., 656] -> latent fp32 [..., 512], rope fp32 [..., 64]."""
+def decode_latent(entries: Tensor) -> tuple[Tensor, Tensor]:
+    """Inverse of `encode_latent` up to rounding: uint8 [..., 656] -> latent fp32 [..., 512], rope fp32 [..., 64]."""
     codes, scale, rope = entries.split((SCALE_AT, ROPE_AT - SCALE_AT, ENTRY_BYTES - ROPE_AT), dim=-1)
     tiles = codes.view(torch.float8_e4m3fn).float().unflatten(-1, (TILES, TILE))
     scale = scale.contiguous().view(torch.float32)
@@ -102,7 +102,7 @@ def write_latent(
     mine = slot_mapping >= 0
     latent, rope, slots = latent[mine], rope[mine], slot_mapping[mine]
     if cache_format == "fp8_ds_mla":
-        rows = pack_entry(latent, rope)
+        rows = encode_latent(latent, rope)
     else:
         rows = torch.cat((latent.float(), rope.float()), dim=-1)  # [T, 576]
         rows = to_fp8(rows / scale) if cache_format == "fp8" else rows.to(cache.dtype)
@@ -114,7 +114,7 @@ def read_latent(cache: Tensor, slots: Tensor, cache_format: str, scale: Tensor |
     check_latent_cache(cache, cache_format, scale)
     rows = cache[_place(slots.clamp(min=0), cache.shape[1])]
     if cache_format == "fp8_ds_mla":
-        rows = torch.cat(unpack_entry(rows), dim=-1)
+        rows = torch.cat(decode_latent(rows), dim=-1)
     elif cache_format == "fp8":
         rows = rows.float() * scale
     return rows.float().masked_fill_((slots < 0).unsqueeze(-1), 0.0)

@@ -7,18 +7,18 @@ naming the sublayer `shows`. What is planted is the mistake, small enough to rea
 It does not: judge (verify/), or say which releases have what (doctor/).
 """
 
-import inspect
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
+from torch import Tensor
 from torch.nn.functional import pad
 
 from dcp_fix import attention, indexer
 from dcp_fix.combine import query_gather
 from dcp_fix.kv_cache import BLOCK, LATENT
-from dcp_fix.norm_rope import fused_norm_rope
+from dcp_fix.norm_rope import NormRopeInputs, fused_norm_rope
 from dcp_fix.ownership import localise, prefix_hit, row_slots
 
 
@@ -91,28 +91,20 @@ def localise_without_interleave(topk_ids, dcp_size, dcp_rank, interleave=1):
 # --- what is cached ---------------------------------------------------------------------------------------------------
 
 
-def norm_rope_from_front(*args, **kwargs):
+def norm_rope_from_front(inputs: NormRopeInputs) -> Tensor:
     """The rows to be cached are packed, their positions are not: row i of a rank turns by the angle of token i."""
-    positions, q, q_weight, kv, kv_weight, k_pe, cos_sin = args
-    slots = kwargs["slot_mapping"]
-    rows = slots >= 0
-    uncached = dict(kwargs, kv_cache=None, kv_scale=None)
-    out = fused_norm_rope(*args, **uncached)
-    packed = (positions[: int(rows.sum())], q[rows], q_weight, kv[rows], kv_weight, k_pe[rows], cos_sin)
-    cached = {name: kwargs[name] for name in ("eps", "kv_cache", "cache_format", "kv_scale")}
-    fused_norm_rope(*packed, slot_mapping=slots[rows], **cached)
+    out, rows = fused_norm_rope(replace(inputs, kv_cache=None, kv_scale=None)), inputs.slot_mapping >= 0
+    packed = {name: getattr(inputs, name)[rows] for name in ("q", "kv", "k_pe", "slot_mapping")}
+    packed["positions"] = inputs.positions[: int(rows.sum())]
+    cached_only = dict.fromkeys(("q_out", "kv_out", "kpe_out", "indexer", "topk_indices"))
+    fused_norm_rope(replace(inputs, **packed, **cached_only))
     return out
 
 
-def norm_rope_one_slot_mapping(*args, **kwargs):
+def norm_rope_one_slot_mapping(inputs: NormRopeInputs) -> Tensor:
     """The indexer's keys go where the latents go, though its cache has blocks of its own."""
-    given = kwargs["indexer"]
-    kwargs["indexer"] = None if given is None else replace(given, slot_mapping=None)
-    return fused_norm_rope(*args, **kwargs)
-
-
-for function in (norm_rope_from_front, norm_rope_one_slot_mapping):
-    function.__signature__ = inspect.signature(fused_norm_rope)
+    indexer = None if inputs.indexer is None else replace(inputs.indexer, slot_mapping=None)
+    return fused_norm_rope(replace(inputs, indexer=indexer))
 
 
 def hit_in_one_ranks_blocks(pool, tokens, capacity):

@@ -9,8 +9,8 @@ issue 53413, PR 53755; broken.plan_always_allocate).
     splits             num_sms // (tokens * ceil(heads / 64)), at least 1, at most one per 64 selected keys
     partial            heads * (512 + 1) * 4 bytes per token: fp32 out and lse
     accumulators       splits partials, or none where splits = 1
-    unpacked           rows of an fp8 cache, bf16 [576] each: all where many tokens select from few slots, else none
-    bytes              the result's partial, the accumulators and the unpacked rows, for the tokens of one chunk
+    decoded            rows of an fp8 cache, bf16 [576] each: all where many tokens select from few slots, else none
+    bytes              the result's partial, the accumulators and the decoded rows, for the tokens of one chunk
 
 A budget is met by fewer splits first and by chunks of tokens then, so only a token that does not fit alone is an error.
 
@@ -26,8 +26,9 @@ from dcp_fix.kv_cache import LATENT, ROPE
 
 HEAD_BLOCK = 64  # heads that one kernel program computes
 KEY_BLOCK = 64  # selected keys that one step of the kernel loads
-ROW_BYTES = 2 * (LATENT + ROPE)  # of an unpacked row, in the queries' bf16
-REUSE = 8  # how often each slot is selected, holes counted, where unpacking a cache pays
+ROW_BYTES = 2 * (LATENT + ROPE)  # of a decoded row, in the queries' bf16
+H200_SMS = 132  # multiprocessors that a CPU plans for
+REUSE = 8  # how often each slot is selected, holes counted, where decoding a cache pays
 MIB = 1 << 20
 
 
@@ -45,7 +46,7 @@ class Plan:
     splits: int
     token_chunk: int
     accumulators: int  # partials per token beside the result: 0 where nothing is split
-    unpacked: int = 0  # rows of an fp8 cache that are unpacked once, for all tokens: none or all
+    decoded: int = 0  # rows of an fp8 cache that are decoded once, for all tokens: none or all
     ranks: int = 1  # over which the selected keys are dealt out
 
     @property
@@ -59,9 +60,9 @@ class Plan:
 
     @property
     def bytes(self) -> int:
-        """What one chunk holds at once: its fp32 result and lse, the accumulators and the unpacked rows."""
+        """What one chunk holds at once: its fp32 result and lse, the accumulators and the decoded rows."""
         partials = (1 + self.accumulators) * self.token_chunk * partial_bytes(self.heads)
-        return partials + self.unpacked * ROW_BYTES
+        return partials + self.decoded * ROW_BYTES
 
     def chunks(self) -> list[slice]:
         """Slices over the tokens, in order."""
@@ -73,7 +74,7 @@ def plan(
 ) -> Plan:
     """The plan for `tokens` queries of `heads` heads over `topk` selected keys on a GPU of `num_sms` multiprocessors.
 
-    `capacity` is the number of slots of an fp8 cache that may be unpacked, 0 for a cache that may not. `ranks` share
+    `capacity` is the number of slots of an fp8 cache that may be decoded, 0 for a cache that may not. `ranks` share
     the selected keys.
 
     Raises WorkspaceError if not even one token fits `budget_bytes`.
@@ -93,7 +94,7 @@ def plan(
         splits = max(1, min(splits, fit // tokens - 1))
         rows = _even_chunk(tokens, fit) if splits == 1 else tokens
     whole = Plan(tokens, heads, topk, splits, rows, splits if splits > 1 else 0, ranks=ranks)
-    return replace(whole, unpacked=capacity) if _unpacking_pays(whole, capacity, budget_bytes) else whole
+    return replace(whole, decoded=capacity) if _decoding_pays(whole, capacity, budget_bytes) else whole
 
 
 def allocate(plan: Plan, device) -> tuple[torch.Tensor, torch.Tensor] | None:
@@ -121,12 +122,17 @@ def expected_columns(topk: int, ranks: int) -> int:
     return min(topk, math.ceil((share + 2.5 * math.sqrt(share)) / KEY_BLOCK) * KEY_BLOCK)
 
 
+def num_sms(device: torch.device) -> int:
+    """The multiprocessors of a GPU; of an H200 where there is none, so that a CPU makes the plans of one."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else H200_SMS
+
+
 def partial_bytes(heads: int) -> int:
     """One token's fp32 out and lse."""
     return heads * (LATENT + 1) * 4
 
 
-def _unpacking_pays(plan: Plan, capacity: int, budget_bytes: int | None) -> bool:
+def _decoding_pays(plan: Plan, capacity: int, budget_bytes: int | None) -> bool:
     """Whether rows are read often enough, and fit beside the result without outweighing it."""
     extra = capacity * ROW_BYTES
     room = plan.bytes if budget_bytes is None else min(plan.bytes, budget_bytes - plan.bytes)

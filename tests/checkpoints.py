@@ -6,7 +6,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from dcp_fix.engine.checkpoint import Config, weight_shapes
+from dcp_fix.engine.checkpoint import weight_shapes
+from dcp_fix.engine.config import Config
 
 CONFIG = {
     "architectures": ["GlmMoeDsaForCausalLM"],

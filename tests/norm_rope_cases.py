@@ -11,7 +11,7 @@ import torch
 
 from dcp_fix.base.equality import unit_in_last_place
 from dcp_fix.kv_cache import FP8_MAX, index_views, latent_views, new_index_cache, new_latent_cache
-from dcp_fix.norm_rope import IndexerInputs
+from dcp_fix.norm_rope import IndexerInputs, NormRopeInputs
 from dcp_fix.ownership import slot_mapping
 
 EPS, KV_SCALE, POISON = 1e-5, 0.013, 0x7F
@@ -178,14 +178,15 @@ class Run:
                 self.index_k, self.index_weight, self.index_bias, EPS, self.index_cos_sin[:-1], self.index_cache,
                 there(self.own_index_slots), case.indexer == "interleaved",
             )  # fmt: skip
-        return implementation(
+        inputs = NormRopeInputs(
             there(self.positions), self.q, self.q_weight, self.kv, self.kv_weight, self.k_pe, self.cos_sin[:-1],
-            eps=EPS, slot_mapping=there(self.slots), kv_cache=self.cache,
+            EPS, slot_mapping=there(self.slots), kv_cache=self.cache,
             cache_format=case.cache_format or "fp8_ds_mla",
             kv_scale=torch.tensor([KV_SCALE], device=self.device) if case.cache_format == "fp8" else None,
             q_out=self.out["q"], kv_out=self.out.get("kv"), kpe_out=self.out.get("kpe"), indexer=indexer,
             topk_indices=self.topk,
         )  # fmt: skip
+        return implementation(inputs)
 
     def check(self):
         latent = rms_norm(self.kv, self.kv_weight)

@@ -11,16 +11,16 @@ from dcp_fix import kv_cache
 from dcp_fix.base.equality import same_bytes
 from dcp_fix.kv_cache import (
     CACHE_FORMATS,
+    decode_latent,
+    encode_latent,
     index_views,
     latent_views,
     new_index_cache,
     new_latent_cache,
-    pack_entry,
     quantize_index_key,
     read_index,
     read_latent,
     to_fp8,
-    unpack_entry,
     write_index,
     write_latent,
 )
@@ -87,7 +87,7 @@ def test_fp8_rounds_to_nearest_even_and_saturates():
 @pytest.mark.parametrize("tokens", [0, 1, 7, 33])
 def test_an_entry_is_exactly_these_656_bytes(tokens):
     latent, rope = rows(tokens, 512, seed=tokens), rows(tokens, 64, seed=tokens + 1)
-    packed = pack_entry(latent, rope)
+    packed = encode_latent(latent, rope)
     assert packed.shape == (tokens, 656) and packed.dtype == torch.uint8
     for t in range(tokens):
         assert packed[t].tolist() == bytes_oracle.entry(latent[t].numpy(), rope[t].numpy()).tolist()
@@ -98,20 +98,20 @@ def test_an_entry_of_special_tiles():
     latent[0, 128:256] = 1e-44  # subnormal: the floor FLT_MIN is the scale
     latent[0, 256:384] = -448.0
     latent[0, 384:512] = torch.linspace(-3e38, 3e38, 128)
-    packed = pack_entry(latent, torch.full((1, 64), -0.0))
+    packed = encode_latent(latent, torch.full((1, 64), -0.0))
     assert packed[0].tolist() == bytes_oracle.entry(latent[0].numpy(), np.full(64, -0.0, np.float32)).tolist()
     assert packed[0, 512:528].view(torch.float32)[:3].tolist() == [2.0**-126, 2.0**-126, 1.0]
     assert packed[0, :128].eq(0).all() and packed[0, 256:384].eq(0xFE).all()
 
 
-def test_unpacking_gives_each_value_within_half_a_code_of_its_tile():
+def test_decoding_gives_each_value_within_half_a_code_of_its_tile():
     latent, rope = rows(19, 512), rows(19, 64)
-    got, got_rope = unpack_entry(pack_entry(latent, rope))
+    got, got_rope = decode_latent(encode_latent(latent, rope))
     scale = latent.unflatten(1, (4, 128)).abs().amax(-1, keepdim=True) / 448
     error = (got - latent).unflatten(1, (4, 128)).abs()
     assert (error <= latent.unflatten(1, (4, 128)).abs() / 16 * 1.000001 + scale * 2.0**-10).all()
     assert same_bytes(got_rope, rope.bfloat16().float())
-    assert same_bytes(pack_entry(got, got_rope)[:, 528:], pack_entry(latent, rope)[:, 528:])
+    assert same_bytes(encode_latent(got, got_rope)[:, 528:], encode_latent(latent, rope)[:, 528:])
 
 
 @formats

@@ -102,12 +102,12 @@ def test_every_plan_keeps_its_budget_and_covers_every_token_once(tokens, heads, 
     assert all(chunk.stop - chunk.start <= got.token_chunk for chunk in got.chunks())
 
 
-def test_a_cache_is_unpacked_where_many_tokens_read_it_and_the_result_is_larger():
+def test_a_cache_is_decoded_where_many_tokens_read_it_and_the_result_is_larger():
     planned = lambda tokens, capacity, budget=None: plan(tokens, 64, 2048, 132, budget, capacity)  # noqa: E731
-    assert planned(8192, 65536).unpacked == 65536 and planned(8192, 0).unpacked == 0
+    assert planned(8192, 65536).decoded == 65536 and planned(8192, 0).decoded == 0
     assert planned(8192, 65536).bytes == planned(8192, 0).bytes + 65536 * 1152
-    assert planned(64, 65536).unpacked == 0  # split, and each row read twice
-    assert planned(200, 65536).unpacked == 0  # each row read 6 times
-    assert planned(8192, 1 << 20).unpacked == 0  # read 16 times, but larger than the result
+    assert planned(64, 65536).decoded == 0  # split, and each row read twice
+    assert planned(200, 65536).decoded == 0  # each row read 6 times
+    assert planned(8192, 1 << 20).decoded == 0  # read 16 times, but larger than the result
     whole = planned(8192, 65536).bytes
-    assert planned(8192, 65536, whole).unpacked == 65536 and planned(8192, 65536, whole - 1).unpacked == 0
+    assert planned(8192, 65536, whole).decoded == 65536 and planned(8192, 65536, whole - 1).decoded == 0

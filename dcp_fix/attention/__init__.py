@@ -1,7 +1,7 @@
 """Attention of one rank: the sparse MLA partial (out, lse) over selected cache rows, and the dense prefill.
 
-Begin with reference.py, in plain torch; kernel.py is the sparse partial in Triton. flashmla.py is a second backend that
-a user names, spill.py what it needs where a width was fixed before the keys were counted.
+Begin with reference.py, in plain torch; kernel.py is the sparse partial in Triton. backends.py chooses between it and
+flashmla.py, where a user names one; spill.py is for a width that was fixed before the keys were counted.
 Not here: which keys are selected (indexer.py), and how partials become whole (combine/).
 """
 

@@ -2,7 +2,8 @@
 
     _pack     grid (T)                            slots [K] of a token -> its valid ones first, and their count
     _attend   grid (T * ceil(H / BLOCK_H), S)     one token, a block of heads, one of S pieces of its packed slots
-    _merge    grid (T * H)                        only where S > 1: the S partials of a head into one
+    _merge    grid (T * H, 512 / COLUMNS)         only where S > 1: the S partials of a head into one
+    _decode   grid (slots / DECODED_ROWS)         only where the plan says so: an fp8 cache as rows, once for all tokens
 
 A program walks over its packed slots BLOCK_K at a time: gather rows, dequantise, two products, online softmax (base 2
 inside, natural logarithm out). Work is proportional to the *count* of valid slots, so a DCP4 rank pays a quarter. The
@@ -16,7 +17,7 @@ the first to pass 2**31). Splits and accumulators come from workspace.py: where 
 written directly and no accumulator exists.
 
 TRITON_INTERPRET=1 must be set before this module is imported; the interpreter is only to be trusted with fp32 queries.
-Not here: tuning per GPU, warp specialisation, reading fp8 straight into the tensor cores.
+Not here: when it attends (backends.py), warp specialisation, reading fp8 straight into the tensor cores.
 """
 
 import torch
@@ -31,8 +32,7 @@ FEW_HEADS = 16  # of a program, also of more heads where that many programs have
 LONG_PIECE = 1024  # slots of a program
 HOLED_SLOTS = 64  # up to here a piece is read with its holes: packing it would be a launch that costs more
 MERGED_COLUMNS = 128  # of the output, a program of _merge
-UNPACKED_ROWS = 16  # a program of _unpack
-INTERPRETED_SMS = 132  # what a CPU under the interpreter plans for
+DECODED_ROWS = 16  # a program of _decode
 TYPES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16, torch.float32: tl.float32}  # of queries and products
 
 # Kernels may read module globals only as constexpr.
@@ -130,8 +130,7 @@ def _walk(
         acc = tl.dot(weights.to(TYPE), keys, acc * keep[:, None], input_precision="ieee")
         top = new_top
 
-    # The neutral element, selected: 0 / 0 is NaN.
-    empty = top == float("-inf") if HOLES else tl.full([BLOCK_H], begin >= end, tl.int1)
+    empty = total == 0  # no key: the neutral element, selected, since 0 / 0 is NaN. A NaN is none, and goes on
     result = tl.where(empty[:, None], 0.0, acc / total[:, None] * value_scale)
     return result, tl.where(empty, float("-inf"), (top + tl.log2(total)) * _LN_2)
 
@@ -174,14 +173,14 @@ def _merge(parts, part_lse, out, lse, SPLITS: tl.constexpr, BLOCK_S: tl.constexp
     total = tl.sum(weights, axis=0)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     place = (split * rows + at)[:, None] * _LATENT + column[None, :]
-    values = tl.load(parts + place, mask=weights[:, None] > 0, other=0.0)  # a weight of zero selects: 0 x NaN is NaN
-    merged = tl.sum(values * weights[:, None], axis=0) / tl.where(total > 0, total, 1.0)
+    values = tl.load(parts + place, mask=weights[:, None] != 0, other=0.0)  # a weight of zero selects: 0 x NaN is NaN
+    merged = tl.sum(values * weights[:, None], axis=0) / tl.where(total == 0, 1.0, total)
     tl.store(out + at * _LATENT + column, merged)
     tl.store(lse + at, top + tl.log(total), mask=tl.program_id(1) == 0)
 
 
 @triton.jit
-def _unpack(
+def _decode(
     latent, latent_block, rope, rope_block, scales, scales_block, rows, capacity,
     BLOCK_SIZE: tl.constexpr, LATENT_ENTRY: tl.constexpr, ROPE_ENTRY: tl.constexpr, SCALES_ENTRY: tl.constexpr,
     BLOCK_K: tl.constexpr, TYPE: tl.constexpr,
@@ -198,7 +197,7 @@ def _unpack(
 
 def sparse_partial_triton(q, kv, slots, scale, cache_format=None, kv_scale=None, plan=None):
     """attention.sparse_partial as up to four launches; arguments, result and errors as there. Never waits for the
-    device. Without a plan it makes one, that may unpack the cache.
+    device. Without a plan it makes one, that may decode the cache.
     """
     (tokens, heads, _), topk = q.shape, slots.shape[1]
     if not q.is_cuda:
@@ -213,13 +212,13 @@ def sparse_partial_triton(q, kv, slots, scale, cache_format=None, kv_scale=None,
     if tokens > plan.token_chunk or heads > plan.heads:
         raise ValueError(f"{tokens} tokens of {heads} heads do not fit {plan}: pass the tokens of one chunk")
     value_scale = 1.0 if kv_scale is None else float(kv_scale)
-    if plan.unpacked and fp8:
-        kv, cache_format = unpack(kv, cache_format, q.dtype), None
+    if plan.decoded and fp8:
+        kv, cache_format = decode_rows(kv, cache_format, q.dtype), None
     accumulators = workspace.allocate(plan, q.device)
     part, part_lse = accumulators if plan.splits > 1 else (out, lse)  # memory for [splits, T, H]: at least that large
     holes = topk <= plan.splits * HOLED_SLOTS
     packed, counts = (slots.contiguous(), None) if holes else pack(slots)
-    alone = tokens * plan.splits * triton.cdiv(heads, FEW_HEADS) <= num_sms(q.device)
+    alone = tokens * plan.splits * triton.cdiv(heads, FEW_HEADS) <= workspace.num_sms(q.device)
     blocks = block_sizes(heads, q.dtype, kv.dtype == q.dtype, alone, plan.width // plan.splits)
     grid = (tokens * triton.cdiv(heads, blocks["BLOCK_H"]), plan.splits)
     _attend[grid](
@@ -236,10 +235,10 @@ def sparse_partial_triton(q, kv, slots, scale, cache_format=None, kv_scale=None,
 
 
 def planned(q, kv, topk: int, cache_format: str | None) -> workspace.Plan:
-    """The plan of a caller that has none: for these tokens and this GPU, with no budget; it may unpack the cache."""
-    may_unpack = cache_format not in (None, "bf16") and q.dtype != torch.float32
-    capacity = kv.shape[0] * kv.shape[1] if may_unpack else 0
-    return workspace.plan(q.shape[0], q.shape[1], topk, num_sms(q.device), capacity=capacity)
+    """The plan of a caller that has none: for these tokens and this GPU, with no budget; it may decode the cache."""
+    may_decode = cache_format not in (None, "bf16") and q.dtype != torch.float32
+    capacity = kv.shape[0] * kv.shape[1] if may_decode else 0
+    return workspace.plan(q.shape[0], q.shape[1], topk, workspace.num_sms(q.device), capacity=capacity)
 
 
 def pack(slots: torch.Tensor, tail: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -251,14 +250,14 @@ def pack(slots: torch.Tensor, tail: int | None = None) -> tuple[torch.Tensor, to
     return packed, counts
 
 
-def unpack(kv: torch.Tensor, cache_format: str, dtype: torch.dtype) -> torch.Tensor:
+def decode_rows(kv: torch.Tensor, cache_format: str, dtype: torch.dtype) -> torch.Tensor:
     """Every row of an fp8 cache by its slot, in the queries' type: [B * block_size, 576]. A row is what the attention
     kernel itself would make of the entry, bit for bit; the one scale of "fp8" stays out, as there.
     """
     capacity = kv.shape[0] * kv.shape[1]
     rows = torch.empty(capacity, LATENT + ROPE, dtype=dtype, device=kv.device)
-    _unpack[(triton.cdiv(capacity, UNPACKED_ROWS),)](
-        **cache_arguments(kv, cache_format), rows=rows, capacity=capacity, BLOCK_K=UNPACKED_ROWS, TYPE=TYPES[dtype],
+    _decode[(triton.cdiv(capacity, DECODED_ROWS),)](
+        **cache_arguments(kv, cache_format), rows=rows, capacity=capacity, BLOCK_K=DECODED_ROWS, TYPE=TYPES[dtype],
         num_warps=4,
     )  # fmt: skip
     return rows
@@ -297,10 +296,3 @@ def cache_arguments(kv, cache_format) -> dict:
         "SCALES_ENTRY": 0 if scales is None else scales.stride(1),
         "BLOCK_SIZE": kv.shape[1],
     }  # fmt: skip
-
-
-def num_sms(device: torch.device) -> int:
-    """How many programs run side by side."""
-    if device.type != "cuda":
-        return INTERPRETED_SMS
-    return torch.cuda.get_device_properties(device).multi_processor_count

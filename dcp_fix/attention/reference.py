@@ -12,7 +12,7 @@ work. (FlashMLA takes the same time whatever the number of holes, and marks an e
 
 Dense (prefill over fewer keys): plain causal attention of this rank's own heads, no combine.
 
-The reference is torch and computes in fp32, whatever the cache holds; CUDA tensors go to kernel.py.
+The reference is torch and computes in fp32, whatever the cache holds; CUDA tensors go through backends.py to kernel.py.
 It does not: select keys (indexer.py), write the cache (norm_rope/reference.py), combine ranks (combine/reference.py).
 Source: DeepSeek-V3.2's sparse MLA; the (out, lse) contract is that of FlashMLA's sparse decode.
 """
@@ -40,9 +40,9 @@ def sparse_partial(q, kv, slots, scale, cache_format=None, kv_scale=None, plan=N
     """
     _check_sparse(q, kv, slots, cache_format, kv_scale)
     if q.is_cuda:
-        from dcp_fix.attention.flashmla import sparse_partial_chosen
+        from dcp_fix.attention.backends import sparse_partial_cuda
 
-        return sparse_partial_chosen(q, kv, slots, scale, cache_format, kv_scale, plan)
+        return sparse_partial_cuda(q, kv, slots, scale, cache_format, kv_scale, plan)
     return sparse_partial_reference(q, kv, slots, scale, cache_format, kv_scale, plan)
 
 

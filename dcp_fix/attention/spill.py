@@ -8,7 +8,7 @@ gets a width that nearly every token fits (workspace.expected_columns) and this 
 whose token fits finds out by one load and leaves. No key is dropped, however many there are.
 
 TRITON_INTERPRET=1 must be set before this module is imported; the interpreter is only to be trusted with fp32 queries.
-It does not: pack slots (attention_triton.pack), or attend to what lies within the width.
+It does not: pack slots (kernel.pack), or attend to what lies within the width.
 """
 
 import torch
@@ -68,7 +68,7 @@ def with_spill(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The partial over all packed slots, from that over packed[:, :width]. Never waits for the device.
 
-    q [T, H, 576], cache as in sparse_partial, packed int32 [T, K] and counts int32 [T] of attention_triton.pack,
+    q [T, H, 576], cache as in sparse_partial, packed int32 [T, K] and counts int32 [T] of kernel.pack,
     first [T, H, 512] with its natural first_lse fp32 [T, H] -> out fp32 [T, H, 512], lse fp32 [T, H], neutral where no
     key is. `in_place` writes the rows of tokens that exceed the width into `first` and `first_lse`, and no other.
     """

@@ -17,7 +17,6 @@ from dcp_fix.attention import sparse_partial
 from dcp_fix.combine import CombineManager
 from dcp_fix.engine.engine import Engine
 from dcp_fix.engine.model import Model
-from dcp_fix.engine.sharded import H200_SMS
 from dcp_fix.kv_cache import BLOCK, LATENT, ROPE, new_latent_cache
 from dcp_fix.ranks.group import Group
 
@@ -74,9 +73,8 @@ def timed(fn: Callable, device: torch.device) -> float:
 def workspace_peak(tokens: int, device: torch.device) -> dict:
     """Bytes that sparse attention over 64 heads and 2048 keys plans, before and after the fix, and takes on a GPU."""
     row = {"tokens": tokens, "heads": HEADS, "topk": TOPK}
-    sms = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else H200_SMS
     for name, planner in (("broken", broken.plan_always_allocate), ("fixed", workspace.plan)):
-        plan = planner(tokens, HEADS, TOPK, sms)
+        plan = planner(tokens, HEADS, TOPK, workspace.num_sms(device))
         row[f"{name}_planned_bytes"] = plan.bytes
         row[f"{name}_peak_bytes"] = measured_peak(plan, device) if device.type == "cuda" else None
     return row

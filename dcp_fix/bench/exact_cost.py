@@ -35,7 +35,6 @@ from dcp_fix.combine import CombineManager, attend_routed
 from dcp_fix.engine import exact_attention
 from dcp_fix.engine.engine import resolve_device
 from dcp_fix.engine.shard import check_dcp
-from dcp_fix.engine.sharded import H200_SMS
 from dcp_fix.kv_cache import BLOCK, LATENT, ROPE, new_latent_cache, write_latent
 from dcp_fix.ownership import local_class, local_length, localise
 from dcp_fix.ranks.group import Group
@@ -122,14 +121,14 @@ def measure(size: Size, device: torch.device) -> Result:
 def ordinary_partial(size: Size, cache, ids, offset) -> Callable:
     """Partial attention of rank 0 as sharded.ShardedAttention.attend has it."""
     heads = -(-size.heads * size.dcp // workspace.HEAD_BLOCK) * workspace.HEAD_BLOCK
-    plan = workspace.plan(size.tokens, heads, size.topk, sms(cache.device))
+    plan = workspace.plan(size.tokens, heads, size.topk, workspace.num_sms(cache.device))
     slots = own_slots(size, ids, offset)
     return lambda q: sparse_partial(q, cache, slots, SCALE, FORMAT, plan=plan)
 
 
 def exact_partial(size: Size, cache, ids, offset, leaf_of) -> Callable:
     """The same of exact_attention.ExactAttention.attend."""
-    plan = exact.plan(size.tokens, size.heads, size.topk, size.classes, sms(cache.device), 1 << 40)
+    plan = exact.plan(size.tokens, size.heads, size.topk, size.classes, workspace.num_sms(cache.device), 1 << 40)
     slots, classes = own_slots(size, ids, offset), size.classes // size.dcp
     return lambda q: exact.node_partial(q, cache, slots, ids, leaf_of, classes, size.heads, SCALE, FORMAT, plan=plan)
 
@@ -189,11 +188,6 @@ def seconds(fn: Callable) -> float:
     began = time.perf_counter()
     fn()
     return time.perf_counter() - began
-
-
-def sms(device: torch.device) -> int:
-    """What the plans count on."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else H200_SMS
 
 
 def table(results: list[Result]) -> Table:

@@ -2,12 +2,12 @@
 
     launch    what Python takes to launch the norm of one token, without a graph
     norm      fused norm and RoPE of T tokens, Lq = 2048, indexer, top-k 2048; a share `negative` of them owns no slot
-    combine   local parts at D = 4, 64 heads: ag_rs (weigh) and a2a (pack, then merge), in bf16 and fp32
+    combine   local parts at D = 4, 64 heads: ag_rs (weigh) and a2a (to_wire, then merge), in bf16 and fp32
     attend    sparse partial of T tokens and H heads over 2048 selected of 65536 rows, of which a rank of D owns 1 / D
 
 `combine` counts what a rank does itself: before the exchange for ag_rs, before and after it for a2a. `attend` counts
-packing and unpacking with the kernel that needs them; "packed and cut" gives FlashMLA the longest row's length, which
-a host knows only after waiting, so its packing is not timed.
+packing slots and decoding rows with the kernel that needs them; "packed and cut" gives FlashMLA the longest row's
+length, which a host knows only after waiting, so its packing is not timed.
 It does not: time anything.
 """
 
@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 
 from dcp_fix import workspace
-from dcp_fix.attention import flashmla as attention_flashmla
 from dcp_fix.attention import sparse_partial
 from dcp_fix.kv_cache import (
     BLOCK,
@@ -34,7 +33,7 @@ from dcp_fix.kv_cache import (
     read_latent,
     write_latent,
 )
-from dcp_fix.norm_rope import IndexerInputs, fused_norm_rope, rms_norm, rotate
+from dcp_fix.norm_rope import IndexerInputs, NormRopeInputs, fused_norm_rope, rms_norm, rotate
 from dcp_fix.ownership import owner
 
 FORMAT, SCALE = "fp8_ds_mla", 192**-0.5
@@ -115,7 +114,7 @@ def norm_inputs(tokens: int, negative: float, device, seed: int) -> dict:
 
 def our_norm(a: dict) -> dict:
     """Returns the inputs, whose outputs it wrote."""
-    fused_norm_rope(**a)
+    fused_norm_rope(NormRopeInputs(**a))
     return a
 
 
@@ -167,7 +166,7 @@ def combine(method: str, tokens: int, wire: torch.dtype, device, pieces) -> Case
             contenders["upstream"] = lambda i: theirs.weigh(*sets[i], 1).unflatten(1, (DCP, local)).transpose(0, 1)
     else:
         contenders["here"] = lambda i: ours.merge(
-            *ours.unpack(ours.pack(sets[i][0], sets[i][1][1], DCP, wire), tokens, local, LATENT, wire),
+            *ours.from_wire(ours.to_wire(sets[i][0], sets[i][1][1], DCP, wire), tokens, local, LATENT, wire),
             results[i], want_lse=False,
         )[0]  # fmt: skip
         if theirs:
@@ -212,11 +211,12 @@ def combine_error(method: str, out: Tensor, lses: Tensor, got: Tensor) -> float:
 
 def attend(tokens: int, heads: int, dcp: int, device, pieces) -> Case:
     """A contender returns (out, lse). Bytes: every selected row once, queries, results."""
-    from dcp_fix.attention.kernel import num_sms, pack, unpack
+    from dcp_fix.attention import backends
+    from dcp_fix.attention.kernel import decode_rows, pack
 
     cache = filled_cache(device)
     sets = [attend_inputs(tokens, heads, dcp, device, number) for number in range(1 if tokens > 1000 else 4)]
-    plan = workspace.plan(tokens, heads, TOPK, num_sms(device), capacity=ROWS, ranks=dcp)
+    plan = workspace.plan(tokens, heads, TOPK, workspace.num_sms(device), capacity=ROWS, ranks=dcp)
     ours = lambda i: sparse_partial(*given(sets[i], cache), plan=plan)  # noqa: E731
     contenders = {"here": partial(through, None, ours)}
     if pieces:
@@ -229,12 +229,12 @@ def attend(tokens: int, heads: int, dcp: int, device, pieces) -> Case:
         for name, slots in fed.items():
             contenders[name] = partial(decode, flashmla, sets, cache, slots)
         with using(flashmla):
-            chosen = attention_flashmla.way(plan, tokens, heads, BF16, FORMAT)
+            chosen = backends.way(plan, tokens, heads, BF16, FORMAT)
         if chosen != "here":
             contenders["here with flashmla"] = partial(through, flashmla, ours)
-        if plan.unpacked:
+        if plan.decoded:
             contenders["upstream prefill, unpacked"] = lambda i: flashmla.prefill(
-                sets[i][0], unpack(cache, FORMAT, BF16), *packed[i], SCALE
+                sets[i][0], decode_rows(cache, FORMAT, BF16), *packed[i], SCALE
             )
     size, flops = attend_work(tokens, heads, dcp)
     sizes = {"T": tokens, "H": heads, "D": dcp}
@@ -251,12 +251,14 @@ def given(inputs, cache) -> tuple:
 @contextmanager
 def using(backend):
     """While this backend, or none, is the one in use."""
-    before = attention_flashmla.CHOSEN[:]
-    attention_flashmla.use(backend)
+    from dcp_fix.attention import backends
+
+    before = backends.CHOSEN[:]
+    backends.use(backend)
     try:
         yield
     finally:
-        attention_flashmla.CHOSEN[:] = before
+        backends.CHOSEN[:] = before
 
 
 def attend_work(tokens: int, heads: int, dcp: int) -> tuple[int, int]:

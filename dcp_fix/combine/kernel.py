@@ -2,11 +2,11 @@
 
     _weigh   grid (rows)   ag_rs, before its exchange: own out times own share, in the wire's type, by receiver
     _total   grid (rows)   ag_rs, after it: what arrived, summed in rank order
-    _pack    grid (rows)   a2a and exact, before: out and lse into one buffer, a piece for each receiver
+    _to_wire grid (rows)   a2a and exact, before: out and lse into one buffer, a piece for each receiver
     _merge   grid (rows)   a2a, after: shares from the lses that arrived, outs weighed and summed in rank order
 
-A row is one head of one token. Each kernel reads what it needs once and writes once; base 2, +inf and NaN of an lse are
-handled where it is loaded, and a share of zero selects its output away after loading it (0 x NaN is NaN).
+A row is one head of one token. Each kernel reads what it needs once and writes once; +inf of an lse is handled where
+it is loaded, and a share of zero selects its output away after loading it (0 x NaN is NaN).
 
 Products are rounded before they are summed (enable_fp_fusion=False), sums run in rank order and the one division is
 exact, so _weigh with _total gives the bits of _merge over an fp32 wire. Over a bf16 wire the two round different
@@ -27,36 +27,36 @@ WIDE_ROWS = 4096  # from here on a program takes several rows; below, a row each
 
 
 @triton.jit
-def _clean(lse, BASE: tl.constexpr):
-    """fp32, natural, with the marks for "no key" turned into -inf."""
-    lse = lse.to(tl.float32) * BASE
-    return tl.where(lse < float("inf"), lse, float("-inf"))  # NaN < inf is false
+def _clean(lse):
+    """fp32, with the mark for "no key" turned into -inf. NaN stays: it is a fault, no mark."""
+    lse = lse.to(tl.float32)
+    return tl.where(lse == float("inf"), float("-inf"), lse)
 
 
 @triton.jit
-def _denominator(lses, at, stride, RANKS: tl.constexpr, BASE: tl.constexpr):
+def _denominator(lses, at, stride, RANKS: tl.constexpr):
     """Of the lses at `at`, `at + stride` ...: the top one, what to subtract from each, the sum of the weights."""
-    top = _clean(tl.load(lses + at), BASE)
+    top = _clean(tl.load(lses + at))
     for rank in tl.static_range(1, RANKS):
-        top = tl.maximum(top, _clean(tl.load(lses + at + rank * stride), BASE))
+        top = tl.maximum(top, _clean(tl.load(lses + at + rank * stride)))
     finite = tl.where(top == float("-inf"), 0.0, top)
-    total = tl.exp(_clean(tl.load(lses + at), BASE) - finite)
+    total = tl.exp(_clean(tl.load(lses + at)) - finite)
     for rank in tl.static_range(1, RANKS):
-        total += tl.exp(_clean(tl.load(lses + at + rank * stride), BASE) - finite)
+        total += tl.exp(_clean(tl.load(lses + at + rank * stride)) - finite)
     return top, finite, total
 
 
 @triton.jit
 def _weighed(x, lse, finite, total):
     """x [R, D] times the share of a partial with this lse [R]; zero where the share is."""
-    share = tl.div_rn(tl.exp(lse - finite), tl.where(total > 0, total, 1.0))[:, None]
+    share = tl.div_rn(tl.exp(lse - finite), tl.where(total == 0, 1.0, total))[:, None]
     return tl.where(share == 0, 0.0, x.to(tl.float32) * share)
 
 
 @triton.jit
 def _weigh(
     out, out_token, out_head, lses, lse_rank, lse_token, lse_head, rank, sent, tokens, heads,
-    RANKS: tl.constexpr, WIDTH: tl.constexpr, BASE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    RANKS: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     token, head, column = row // heads, row % heads, tl.arange(0, BLOCK)
@@ -65,8 +65,8 @@ def _weigh(
     inside = live[:, None] & (column < WIDTH)[None, :]
     x = tl.load(out + (token * out_token + head * out_head)[:, None] + column[None, :], mask=inside, other=0.0)
     at = token * lse_token + head * lse_head
-    _, finite, total = _denominator(lses, at, lse_rank, RANKS, BASE)
-    own = _clean(tl.load(lses + at + rank * lse_rank), BASE)
+    _, finite, total = _denominator(lses, at, lse_rank, RANKS)
+    own = _clean(tl.load(lses + at + rank * lse_rank))
     local = heads // RANKS
     place = (head // local * tokens + token) * local + head % local
     value = _weighed(x, own, finite, total).to(sent.dtype.element_ty)
@@ -84,16 +84,16 @@ def _total(parts, stride, result, numel, RANKS: tl.constexpr, BLOCK: tl.constexp
 
 
 @triton.jit
-def _pack(
+def _to_wire(
     out, out_token, out_head, lse, lse_token, lse_head, sent, sent_rank, sent_lse, sent_lse_rank, tokens, heads,
-    RANKS: tl.constexpr, WIDTH: tl.constexpr, BASE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    RANKS: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     token, head, column = row // heads, row % heads, tl.arange(0, BLOCK)
     live = token < tokens
     inside = live[:, None] & (column < WIDTH)[None, :]
     x = tl.load(out + (token * out_token + head * out_head)[:, None] + column[None, :], mask=inside, other=0.0)
-    log = _clean(tl.load(lse + token * lse_token + head * lse_head, mask=live, other=0.0), BASE)
+    log = _clean(tl.load(lse + token * lse_token + head * lse_head, mask=live, other=0.0))
     local = heads // RANKS
     receiver, place = head // local, token * local + head % local
     into = sent + (receiver * sent_rank + place * WIDTH)[:, None] + column[None, :]
@@ -104,7 +104,7 @@ def _pack(
 @triton.jit
 def _merge(
     outs, out_rank, out_token, out_head, lses, lse_rank, lse_token, lse_head, result, result_lse, tokens, heads,
-    RANKS: tl.constexpr, WIDTH: tl.constexpr, BASE: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    RANKS: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     token, head, column = row // heads, row % heads, tl.arange(0, BLOCK)
@@ -112,22 +112,19 @@ def _merge(
     token = tl.minimum(token, tokens - 1)
     inside = live[:, None] & (column < WIDTH)[None, :]
     at, x_at = token * lse_token + head * lse_head, token * out_token + head * out_head
-    top, finite, total = _denominator(lses, at, lse_rank, RANKS, BASE)
+    top, finite, total = _denominator(lses, at, lse_rank, RANKS)
     into = x_at[:, None] + column[None, :]
-    merged = _weighed(tl.load(outs + into, mask=inside, other=0.0), _clean(tl.load(lses + at), BASE), finite, total)
+    merged = _weighed(tl.load(outs + into, mask=inside, other=0.0), _clean(tl.load(lses + at)), finite, total)
     for rank in tl.static_range(1, RANKS):
-        log = _clean(tl.load(lses + at + rank * lse_rank), BASE)
+        log = _clean(tl.load(lses + at + rank * lse_rank))
         merged += _weighed(tl.load(outs + rank * out_rank + into, mask=inside, other=0.0), log, finite, total)
     tl.store(result + row[:, None] * WIDTH + column[None, :], merged.to(result.dtype.element_ty), mask=inside)
     if result_lse is not None:
         tl.store(result_lse + row, top + tl.log(total), mask=live)
 
 
-def weigh(out: Tensor, lses: Tensor, rank: int, wire: torch.dtype, base: float = 1.0) -> Tensor:
-    """out [T, H, D] of `rank`, lses [P, T, H] of all ranks -> its weighed terms by receiver: wire [P, T, H / P, D].
-
-    `base` turns an lse into a natural one: combine.BASES.
-    """
+def weigh(out: Tensor, lses: Tensor, rank: int, wire: torch.dtype) -> Tensor:
+    """out [T, H, D] of `rank`, lses [P, T, H] of all ranks -> its weighed terms by receiver: wire [P, T, H / P, D]."""
     (tokens, heads, width), ranks = out.shape, len(lses)
     out = rows_of(out)
     sent = torch.empty(ranks, tokens, heads // ranks, width, dtype=wire, device=out.device)
@@ -135,7 +132,7 @@ def weigh(out: Tensor, lses: Tensor, rank: int, wire: torch.dtype, base: float =
         grid, blocks = launch(tokens * heads, width)
         _weigh[grid](
             out, *out.stride()[:2], lses, *lses.stride(), rank, sent, tokens, heads, RANKS=ranks, WIDTH=width,
-            BASE=base, **blocks,
+            **blocks,
         )  # fmt: skip
     return sent
 
@@ -152,23 +149,23 @@ def total(parts: Tensor, result: Tensor | None = None) -> Tensor:
     return result
 
 
-def pack(out: Tensor, lse: Tensor, ranks: int, wire: torch.dtype, base: float = 1.0) -> Tensor:
-    """out [T, H, D], lse [T, H] -> fp32 [P, N], row s of which is what rank s wants: see `unpack`."""
+def to_wire(out: Tensor, lse: Tensor, ranks: int, wire: torch.dtype) -> Tensor:
+    """out [T, H, D], lse [T, H] -> fp32 [P, N], row s of which is what rank s wants: see `from_wire`."""
     tokens, heads, width = out.shape
     out = rows_of(out)
     sent = torch.empty(ranks, piece(tokens, heads // ranks, width, wire)[1] // 4, device=out.device)
     if out.numel():
-        into, into_lse = unpack(sent, tokens, heads // ranks, width, wire)
+        into, into_lse = from_wire(sent, tokens, heads // ranks, width, wire)
         grid, blocks = launch(tokens * heads, width)
-        _pack[grid](
+        _to_wire[grid](
             out, *out.stride()[:2], lse, *lse.stride(), into, into.stride(0), into_lse, into_lse.stride(0), tokens,
-            heads, RANKS=ranks, WIDTH=width, BASE=base, **blocks,
+            heads, RANKS=ranks, WIDTH=width, **blocks,
         )  # fmt: skip
     return sent
 
 
-def unpack(pieces: Tensor, tokens: int, heads: int, width: int, wire: torch.dtype) -> tuple[Tensor, Tensor]:
-    """Views of what `pack` wrote: outs wire [P, T, h, D], then from a multiple of 16 bytes on lses fp32 [P, T, h]."""
+def from_wire(pieces: Tensor, tokens: int, heads: int, width: int, wire: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Views of what `to_wire` wrote: outs wire [P, T, h, D], then, from a whole ALIGN on, lses fp32 [P, T, h]."""
     start = piece(tokens, heads, width, wire)[0] // 4
     outs = pieces.view(wire)[:, : tokens * heads * width].unflatten(1, (tokens, heads, width))
     return outs, pieces[:, start : start + tokens * heads].unflatten(1, (tokens, heads))
@@ -189,7 +186,7 @@ def aligned(size: int) -> int:
     return -(-size // ALIGN) * ALIGN
 
 
-def merge(outs: Tensor, lses: Tensor, result: Tensor | None = None, base: float = 1.0, want_lse: bool = True):
+def merge(outs: Tensor, lses: Tensor, result: Tensor | None = None, want_lse: bool = True):
     """combine.merge_partials: outs [P, T, H, D], lses [P, T, H] -> out fp32 or in `result`'s type [T, H, D], lse fp32
     [T, H] or None.
     """
@@ -201,7 +198,7 @@ def merge(outs: Tensor, lses: Tensor, result: Tensor | None = None, base: float 
         grid, blocks = launch(tokens * heads, width)
         _merge[grid](
             outs, *outs.stride()[:3], lses, *lses.stride(), result, lse, tokens, heads, RANKS=ranks, WIDTH=width,
-            BASE=base, **blocks,
+            **blocks,
         )  # fmt: skip
     return result, lse
 

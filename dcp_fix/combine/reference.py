@@ -8,12 +8,11 @@ Rank r attends with the query heads of every rank over the keys that it owns, wh
 and the whole is   w_r = exp(lse_r - m),  m = max_r lse_r,   out = sum_r (w_r / sum w) out_r,   lse = m + log sum w.
 
 Neutral element: out 0, lse -inf, for a shard without a key. FlashMLA marks that shard with lse = +inf and leaves its
-output undefined, so +inf and NaN become -inf at the door and a zero weight *selects* its output away: 0 x NaN is NaN.
+output undefined, so +inf becomes -inf at the door and a zero weight *selects* its output away: 0 x NaN is NaN. An lse
+of NaN is no mark but a fault, in a query or a key, and makes the whole NaN.
 
 Shapes: T tokens, H heads of the whole group, h = H / P of one rank, P ranks or other partials, D value width. All in
-fp32, products before sums, sums in rank order: `ag_rs`, `a2a` and `merge_partials` give the same bits. With the wire
-"bf16" outputs travel in half the bytes, and each of the P terms is rounded once more, by at most half a bf16 ulp (2^-8
-of its size), so the result is within 2^-8 of the sum of the terms' sizes; sums stay fp32, an lse always travels whole.
+fp32, products before sums, sums in rank order: `ag_rs`, `a2a` and `merge_partials` give the same bits.
 
 The reference is torch, and what CPUs run; CUDA tensors go to kernel.py.
 
@@ -25,16 +24,16 @@ import math
 
 import torch
 
-from dcp_fix.ranks.group import Group, ordered_sum
+from dcp_fix.ranks.group import Group
 
 NEUTRAL = (0.0, float("-inf"))  # (out, lse) of no keys
 BASES = {"e": 1.0, "2": math.log(2.0)}  # natural logarithm = BASES[base] * logarithm in that base
 
 
 def clean_lse(lse: torch.Tensor) -> torch.Tensor:
-    """fp32, with the marks that kernels use for "no key" (+inf, NaN) turned into -inf."""
+    """fp32, with the mark of FlashMLA for "no key", +inf, turned into -inf. NaN stays: it is a fault, no mark."""
     lse = lse.float()
-    return torch.where(lse < math.inf, lse, NEUTRAL[1])  # NaN < inf is false
+    return lse.masked_fill(lse == math.inf, NEUTRAL[1])
 
 
 def to_natural(lse: torch.Tensor, base: str) -> torch.Tensor:
@@ -57,7 +56,7 @@ def merge_weights(lse: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     total = weights[0].clone()
     for weight in weights[1:]:
         total += weight
-    return weights / torch.where(total > 0, total, 1.0), top + total.log()
+    return weights / torch.where(total == 0, 1.0, total), top + total.log()
 
 
 def weighted(out: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -80,35 +79,30 @@ def query_gather(q: torch.Tensor, group: Group, out=None) -> torch.Tensor:
     return group.all_gather(q, dim=1, out=out)
 
 
-def combine_ag_rs(out, lse, group: Group, result=None, base: str = "e", wire: torch.dtype = torch.float32):
+def combine_ag_rs(out: torch.Tensor, lse: torch.Tensor, group: Group, result=None) -> torch.Tensor:
     """All-gather the lse, weigh the own out, reduce-scatter over heads. out [T, H, D], lse [T, H] -> fp32 [T, h, D].
 
-    The reduce-scatter is an all-to-all of the terms and a sum in rank order and in fp32, whatever the `wire` is.
+    On a GPU the reduce-scatter is an all-to-all of the terms and a sum in rank order.
     """
     if out.is_cuda:
         from dcp_fix.combine import kernel as kernels
 
         lses = group.all_gather(lse.float()[None])
-        return kernels.total(group.all_to_all(kernels.weigh(out, lses, group.rank, wire, BASES[base])), result)
-    weights, _ = merge_weights(group.all_gather(clean_lse(to_natural(lse, base))[None]))
-    terms = weighted(out, weights[group.rank])
-    if wire == torch.float32:
-        return group.reduce_scatter(terms, dim=1, out=result)
-    arrived = ordered_sum(list(group.all_to_all(by_receiver(terms, group.size).to(wire)).float()))
-    return arrived if result is None else result.copy_(arrived)
+        return kernels.total(group.all_to_all(kernels.weigh(out, lses, group.rank, torch.float32)), result)
+    weights, _ = merge_weights(group.all_gather(clean_lse(lse)[None]))
+    return group.reduce_scatter(weighted(out, weights[group.rank]), dim=1, out=result)
 
 
-def combine_a2a(out, lse, group: Group, result=None, base: str = "e", wire: torch.dtype = torch.float32):
+def combine_a2a(out: torch.Tensor, lse: torch.Tensor, group: Group, result=None) -> torch.Tensor:
     """Send each rank its heads' outputs and lse, merge what arrives. out [T, H, D], lse [T, H] -> fp32 [T, h, D]."""
     (tokens, heads, width), ranks = out.shape, group.size
     if out.is_cuda:
         from dcp_fix.combine import kernel as kernels
 
-        arrived = group.all_to_all(kernels.pack(out, lse, ranks, wire, BASES[base]))
-        parts = kernels.unpack(arrived, tokens, heads // ranks, width, wire)
+        arrived = group.all_to_all(kernels.to_wire(out, lse, ranks, torch.float32))
+        parts = kernels.from_wire(arrived, tokens, heads // ranks, width, torch.float32)
         return kernels.merge(*parts, result, want_lse=False)[0]
-    outs = group.all_to_all(by_receiver(out.to(wire), ranks))
-    lses = group.all_to_all(by_receiver(clean_lse(to_natural(lse, base)), ranks))
+    outs, lses = (group.all_to_all(by_receiver(x, ranks)) for x in (out.float(), clean_lse(lse)))
     merged, _ = merge_partials(outs, lses)
     return merged if result is None else result.copy_(merged)
 
@@ -119,7 +113,6 @@ def by_receiver(x: torch.Tensor, ranks: int) -> torch.Tensor:
 
 
 METHODS = {"ag_rs": combine_ag_rs, "a2a": combine_a2a}
-WIRES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 class CombineManager:
@@ -128,21 +121,14 @@ class CombineManager:
     A decode-only batch of at most `max_rows` tokens lands in a direct workspace, allocated once, so that addresses stay
     the same from step to step (a CUDA graph needs that). Such a result is a view that the next call overwrites. Any
     other batch takes the plain collective: a batch larger than the workspace is neither an error nor cut short.
-
-    `base` is the base of the lse that the attention kernel returns: "e" or "2". `wire` is what outputs travel in:
-    "fp32", over which both methods have the same bits, or "bf16" for half the bytes.
     """
 
     methods = METHODS
 
-    def __init__(self, group: Group, method: str = "ag_rs", max_rows: int = 0, base: str = "e", wire: str = "fp32"):
+    def __init__(self, group: Group, method: str = "ag_rs", max_rows: int = 0) -> None:
         if method not in self.methods:
             raise ValueError(f"combine method {method!r} is not one of {', '.join(self.methods)}")
-        if base not in BASES:
-            raise ValueError(f"lse base {base!r} is not one of {', '.join(map(repr, BASES))}")
-        if wire not in WIRES:
-            raise ValueError(f"wire {wire!r} is not one of {', '.join(map(repr, WIRES))}")
-        self.group, self.method, self.max_rows, self.base, self.wire = group, method, max_rows, base, wire
+        self.group, self.method, self.max_rows = group, method, max_rows
         self.workspace: dict[tuple, torch.Tensor] = {}
 
     def path(self, rows: int, decode_only: bool) -> str:
@@ -157,7 +143,7 @@ class CombineManager:
         )
 
     def combine(self, out: torch.Tensor, lse: torch.Tensor, decode_only: bool = False) -> torch.Tensor:
-        """out [T, H, D], lse [T, H] in this manager's base -> fp32 [T, h, D]."""
+        """out [T, H, D], natural lse [T, H] -> fp32 [T, h, D]."""
         tokens, heads, width = out.shape
         if lse.shape != out.shape[:2] or heads % self.group.size:
             raise ValueError(
@@ -165,7 +151,7 @@ class CombineManager:
                 f"got out {list(out.shape)} and lse {list(lse.shape)}"
             )
         result = self._direct("out", out, (tokens, heads // self.group.size, width), torch.float32, decode_only)
-        return self.methods[self.method](out, lse, self.group, result, base=self.base, wire=WIRES[self.wire])
+        return self.methods[self.method](out, lse, self.group, result)
 
     def _direct(self, name, like, shape, dtype, decode_only):
         """The workspace's first rows, or None where the plain collective allocates."""

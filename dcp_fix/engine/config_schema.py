@@ -19,6 +19,11 @@ from dcp_fix.base.errors import shown
 from dcp_fix.base.schema import Schema, allowed, as_json
 
 TYPE = "glm_moe_dsa"
+IGNORED = frozenset(
+    "pad_token_id head_dim dtype torch_dtype transformers_version initializer_range use_cache output_router_logits "
+    "router_aux_loss_coef output_attentions output_hidden_states return_dict chunk_size_feed_forward "
+    "is_encoder_decoder id2label label2id problem_type ep_size pretraining_tp _name_or_path".split()
+)  # head_dim: transformers puts qk_rope_head_dim in its place; the types the tensors say themselves
 PATTERN = {"F": "full", "S": "shared"}  # the letters of index_topk_pattern
 
 
@@ -129,26 +134,12 @@ class ConfigFile(Schema):
 
     # --- that do not reach the forward pass ---
     bos_token_id: TokenId | None = allowed("a token id, or null", default=None)
-    pad_token_id: Any = None
-    head_dim: Any = None  # transformers puts qk_rope_head_dim in its place
-    dtype: Any = None  # the tensors say it themselves
-    torch_dtype: Any = None
-    transformers_version: Any = None
-    initializer_range: Any = None
-    use_cache: Any = None
-    output_router_logits: Any = None
-    router_aux_loss_coef: Any = None
-    output_attentions: Any = None
-    output_hidden_states: Any = None
-    return_dict: Any = None
-    chunk_size_feed_forward: Any = None
-    is_encoder_decoder: Any = None
-    id2label: Any = None
-    label2id: Any = None
-    problem_type: Any = None
-    ep_size: Any = None
-    pretraining_tp: Any = None
-    name_or_path: Any = Field(None, alias="_name_or_path")
+
+    @model_validator(mode="before")
+    @classmethod
+    def without_ignored(cls, value: Any) -> Any:
+        """The file without those that may hold anything."""
+        return {k: v for k, v in value.items() if k not in IGNORED} if isinstance(value, dict) else value
 
     def theta(self) -> float | None:
         """The base of the rotary angles, wherever the file has it."""

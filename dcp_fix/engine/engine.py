@@ -21,7 +21,6 @@ from torch import Tensor
 
 from dcp_fix.base.equality import digest
 from dcp_fix.base.errors import UserError
-from dcp_fix.engine import exact_tp
 from dcp_fix.engine.blocks import CacheFull
 from dcp_fix.engine.config import Config
 from dcp_fix.engine.decode_step import DecodeStep
@@ -64,10 +63,10 @@ class Engine:
     `max_length` tokens (prompt and answer) fit into the cache. `ops` swaps in historical steps, `stale` says what
     unwritten scratch memory holds (scratch.py), `workspace_budget` is in bytes. `static_decode`: decode steps run in
     fixed memory, on a GPU as one CUDA graph (decode_step.py). `combine`: "ag_rs", "a2a", or "exact" for the same logits
-    in every bit whatever `dcp_size` is, for sizes that divide `classes` (exact_attention.py); on a CPU with `shards`
-    whatever the TP size is, too, for sizes that divide those (exact_tp.py). Raises UserError for sizes that do not
-    divide, a length that the checkpoint does not know, widths that the cache does not have, an unknown device or cache
-    format.
+    in every bit whatever `dcp_size` is, for sizes that divide `classes` (exact_attention.py).
+
+    Raises UserError for sizes that do not divide, a length that the checkpoint does not know, widths that the cache
+    does not have, an unknown device or cache format.
     """
 
     def __init__(
@@ -75,7 +74,7 @@ class Engine:
         cache_format: str = "fp8_ds_mla", combine: str = "ag_rs", ops: Ops | None = None, stale: str = "previous",
         workspace_budget: int = GIB, max_batch_tokens: int = 8192, max_length: int = 8192,
         device: torch.device | str = "cpu", dtype: torch.dtype | None = None, static_decode: bool = False,
-        classes: int = CLASSES, shards: int = 0,
+        classes: int = CLASSES,
     ) -> None:  # fmt: skip
         device = resolve_device(device)
         dtype = dtype or default_dtype(device)
@@ -85,14 +84,11 @@ class Engine:
         check_dcp(group.size, dcp_size)
         check_format(cache_format)
         check_sizes(interleave, max_batch_tokens, max_length, config.max_position_embeddings)
-        self.model, self.reduce = shard(model, group.rank, group.size), group.all_reduce
+        self.model = shard(model, group.rank, group.size)
         self.config, self.group, self.device = config, group, device
         self.max_batch_tokens, self.max_length = max_batch_tokens, max_length
         dcp = group.subgroup(dcp_size)
         attention, own = (ExactAttention, {"classes": classes}) if combine in EXACT else (ShardedAttention, {})
-        if shards:
-            self.model, self.reduce = exact_tp.cut(model, group, shards, combine), exact_tp.reduction(group, dtype)
-            attention = exact_tp.ShardsAttention
         self.pool = attention.pool(max_length, dcp_size, **own)
         rows = min(max_batch_tokens, max_length)
         widths = {"q": config.q_lora_rank, "kv": LATENT, "k_pe": ROPE}
@@ -155,7 +151,7 @@ class Engine:
 
     def logits(self, ids: Tensor) -> Tensor:
         """The logits [vocab] after the last of `ids` [T], the batch that the attention has begun."""
-        hidden = self.model.forward(ids, self.attention, self.reduce)
+        hidden = self.model.forward(ids, self.attention, self.group.all_reduce)
         return self.group.all_gather(self.model.logits(hidden[-1]))[: self.config.vocab_size]
 
     @torch.inference_mode()

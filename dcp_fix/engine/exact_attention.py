@@ -15,8 +15,8 @@ exact/reference.py makes attention independent of D. What else in a batch would 
     everything else  is the same work at every D: projections, dense prefill (the gathered context is the same bytes),
                      the indexer, norms and fp8 codes (row by row, whichever rows are owned), the sum over TP ranks
 
-The KV cache stays sharded, each row on one rank. Bits may differ between TP sizes (but see exact_tp.py), interleaves,
-values of C, devices, and numbers of threads per rank: groups and `dcp-fix verify` give every rank one.
+The KV cache stays sharded, each row on one rank. Bits may differ between TP sizes, interleaves, values of C,
+devices, and numbers of threads per rank: groups and `dcp-fix verify` give every rank one.
 
 It does not: add numbers (exact/reference.py), or change the ordinary mode, which knows nothing of this file.
 """
@@ -102,11 +102,7 @@ class ExactAttention(ShardedAttention):
         """Maps queries [rows, H, 576] to this rank's node over the cache rows of positions `ids` [rows, K]."""
         slots = slots_of(self.localise(ids), self.batch.table, BLOCK)
         cache, plan, classes = self.latent[layer.index], self.batch.plan, self.classes // self.dcp.size
-        kv_scale, heads = None if self.kv_scale is None else FP8_SCALE, self.group_heads(layer)
+        kv_scale, heads = None if self.kv_scale is None else FP8_SCALE, layer.heads
         return lambda q: exact.node_partial(
             q, cache, slots, ids, self.leaf_of, classes, heads, self.config.scale, self.cache_format, kv_scale, plan
         )
-
-    def group_heads(self, layer: Layer) -> int:
-        """Heads that a leaf is computed for at a time."""
-        return layer.heads

@@ -12,7 +12,7 @@ share it (the identity by default). `PlainAttention` is the cacheless `attend` t
 Formulas: DeepSeek-V3.2 technical report (MLA, lightning indexer) and the GLM-5 model card; the oracle is transformers'
 `GlmMoeDsaForCausalLM`.
 
-Not here: reading a checkpoint (checkpoint.py, which says what is not implemented).
+Not here: reading a checkpoint (checkpoint.py), or what of its config is implemented (config.py).
 """
 
 from __future__ import annotations
@@ -24,13 +24,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from dcp_fix.engine.checkpoint import Config, fuse_experts, read_weights
+from dcp_fix import norm_rope
+from dcp_fix.engine.checkpoint import fuse_experts, read_weights
+from dcp_fix.engine.config import Config
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """x / sqrt(mean(x^2) + eps) * weight over the last dimension, computed in fp32, returned in x's dtype."""
-    wide = x.float()
-    return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * weight.float()).to(x.dtype)
+    """norm_rope.rms_norm, returned in x's dtype."""
+    return norm_rope.rms_norm(x, weight, eps).to(x.dtype)
 
 
 def rope_table(config: Config, device: torch.device | str = "cpu") -> Tensor:
@@ -42,19 +43,12 @@ def rope_table(config: Config, device: torch.device | str = "cpu") -> Tensor:
 
 
 def rotate(x: Tensor, cos_sin: Tensor) -> Tensor:
-    """Interleaved rotary embedding: pair (x[2i], x[2i+1]) turns by angle i. x [..., rope], cos_sin [..., rope]
-    broadcastable.
-    """
-    cos, sin = cos_sin.chunk(2, -1)
-    even, odd = x[..., 0::2].float(), x[..., 1::2].float()
-    return torch.stack([even * cos - odd * sin, odd * cos + even * sin], -1).flatten(-2).to(x.dtype)
+    """norm_rope.rotate of interleaved pairs, returned in x's dtype."""
+    return norm_rope.rotate(x, cos_sin, interleaved=True).to(x.dtype)
 
 
 class Layer:
-    """One decoder layer's weights and the projections around its attention.
-
-    `h` counts the heads whose weights are held here.
-    """
+    """One decoder layer's weights and the projections around its attention. `h`: heads whose weights are held here."""
 
     def __init__(self, config: Config, weights: dict[str, Tensor], index: int) -> None:
         prefix = f"model.layers.{index}."
@@ -74,13 +68,12 @@ class Layer:
         return self.w_uk.shape[0]
 
     def project(self, name: str, x: Tensor) -> Tensor:
-        """x @ W.T for the attention weight of that name, x [..., in]."""
-        return F.linear(x, self.w[f"self_attn.{name}.weight"])
+        """x @ W.T for the attention weight of that name, x [..., in], in the weight's type."""
+        weight = self.w[f"self_attn.{name}.weight"]
+        return F.linear(x.to(weight.dtype), weight)
 
     def latents(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Before the fused norm/RoPE: query latent [..., q_lora], KV latent [..., 512], unrotated shared key [...,
-        64].
-        """
+        """Before the fused norm/RoPE: query latent [..., q_lora], KV latent [..., 512], unrotated key [..., 64]."""
         kv, k_pe = self.project("kv_a_proj_with_mqa", x).split(
             [self.config.kv_lora_rank, self.config.qk_rope_head_dim], -1
         )
@@ -101,9 +94,7 @@ class Layer:
         return torch.einsum("...hl,hvl->...hv", out.to(self.w_uv.dtype), self.w_uv)
 
     def expand(self, latent: Tensor, k_pe: Tensor) -> tuple[Tensor, Tensor]:
-        """Normed latent [..., 512] and rotated key [..., rope] to per-head keys [..., h, nope + rope] and values
-        [..., h, v].
-        """
+        """Normed latent [..., 512], rotated key [..., rope] to keys [..., h, nope + rope] and values [..., h, v]."""
         k_nope = torch.einsum("...l,hnl->...hn", latent, self.w_uk)
         value = torch.einsum("...l,hvl->...hv", latent, self.w_uv)
         return torch.cat([k_nope, k_pe[..., None, :].expand(*k_nope.shape[:-1], -1)], -1), value
@@ -117,9 +108,7 @@ class Layer:
         return torch.cat([rotate(rope, cos_sin[..., None, :]), rest], -1), weights
 
     def index_keys(self, x: Tensor, cos_sin: Tensor) -> Tensor:
-        """Indexer keys [..., 128]: LayerNorm, then RoPE on the first 64. The fused kernel computes the same from
-        `indexer.wk`'s output.
-        """
+        """Indexer keys [..., 128]: LayerNorm, then RoPE on the first 64, as the fused kernel does it."""
         c = self.config
         weight, bias = self.w["self_attn.indexer.k_norm.weight"], self.w["self_attn.indexer.k_norm.bias"]
         k = F.layer_norm(
@@ -129,9 +118,7 @@ class Layer:
         return torch.cat([rotate(rope, cos_sin), rest], -1)
 
     def mlp(self, x: Tensor) -> Tensor:
-        """SwiGLU MLP, or the expert layer: all experts side by side as one wide MLP whose blocks the router scales
-        (most by zero).
-        """
+        """SwiGLU MLP; the experts are one wide MLP whose blocks the router scales, most by zero."""
         gate_up = F.linear(x, self.w["mlp.gate_proj.weight"]), F.linear(x, self.w["mlp.up_proj.weight"])
         inner = F.silu(gate_up[0]) * gate_up[1]
         if self.is_moe:
@@ -141,18 +128,22 @@ class Layer:
         return F.linear(inner, self.w["mlp.down_proj.weight"])
 
     def route(self, x: Tensor) -> Tensor:
-        """Expert weights [..., E + 1], fp32: sigmoid scores of the top experts, normalised and scaled; the shared
-        expert's 1 comes last.
-        """
+        """Expert weights [..., E + 1], fp32: sigmoid scores of the top ones, normalised, scaled; the shared one's 1."""
         scores = F.linear(x.float(), self.w["mlp.gate.weight"].float()).sigmoid()
-        chosen = (
-            (scores + self.w["mlp.gate.e_score_correction_bias"].float())
-            .topk(self.config.num_experts_per_tok, -1)
-            .indices
-        )
+        biased = scores + self.w["mlp.gate.e_score_correction_bias"].float()
+        chosen = biased.topk(self.config.num_experts_per_tok, -1).indices
         picked = torch.zeros_like(scores).scatter(-1, chosen, scores.gather(-1, chosen))
         weights = picked / (picked.sum(-1, keepdim=True) + 1e-20) * self.config.routed_scaling_factor
         return torch.cat([weights, torch.ones_like(weights[..., :1])], -1)
+
+
+def dtype_of(name: str, dtype: torch.dtype) -> torch.dtype:
+    """The type of the weight `name` in a model of type `dtype`: fp32 where that is part of the model, as transformers
+    keeps it too. Biases of the router lie around 7, where bf16 has steps of 1/32, and choose other experts in it.
+    """
+    always = name.endswith((".mlp.gate.weight", ".mlp.gate.e_score_correction_bias"))
+    in_fp16 = dtype == torch.float16 and name.endswith(".indexer.weights_proj.weight")
+    return torch.float32 if always or in_fp16 else dtype
 
 
 INDEX_NORM_EPS = 1e-6
@@ -168,13 +159,12 @@ class Model:
 
     @classmethod
     def load(cls, folder: Path | str, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32) -> Model:
-        """Load a checkpoint folder (`config.json`, `model.safetensors`); weights in `dtype` on `device`. Raises
-        `CheckpointError`.
-        """
+        """Load a checkpoint folder; weights in `dtype` on `device`. Raises `CheckpointError`."""
         folder = Path(folder)
         config = Config.from_json(folder / "config.json")
         weights = read_weights(folder / "model.safetensors", config)
-        return cls(config, {name: value.to(device, dtype) for name, value in fuse_experts(weights, config).items()})
+        weights = fuse_experts(weights, config)
+        return cls(config, {name: value.to(device, dtype_of(name, dtype)) for name, value in weights.items()})
 
     def forward(self, tokens: Tensor, attend: Attend, reduce: Callable[[Tensor], Tensor] = lambda x: x) -> Tensor:
         """Token ids [..., T] to normed hidden states [..., T, hidden]."""
@@ -216,10 +206,9 @@ class PlainAttention:
         return out.transpose(-3, -2)
 
     def project(self, layer: Layer, x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Queries, keys [..., h, T, nope + rope] and values [..., h, T, v] of every head, and the normed query latent
-        [..., T, q_lora].
-        """
+        """Queries, keys and values [..., h, T, width] of every head, and the normed query latent [..., T, q_lora]."""
         q_latent, kv, k_pe = layer.latents(x)
+        # The config's eps, as in vLLM, whose answers count. transformers gives these two norms its default of 1e-6.
         q_latent = rms_norm(q_latent, layer.w["self_attn.q_a_layernorm.weight"], self.config.rms_norm_eps)
         latent = rms_norm(kv, layer.w["self_attn.kv_a_layernorm.weight"], self.config.rms_norm_eps)
         q = torch.cat(layer.queries(q_latent, self.cos_sin), -1)
@@ -228,9 +217,7 @@ class PlainAttention:
 
     @torch.no_grad()
     def select(self, layer: Layer, x: Tensor, q_latent: Tensor) -> Tensor:
-        """The indexer's choice as a mask [..., T, T]: the `index_topk` best keys of each query among those it may
-        see.
-        """
+        """The indexer's choice as a mask [..., T, T]: the `index_topk` best keys that each query may see."""
         scores = index_scores(layer, x, q_latent, self.cos_sin)
         future = torch.ones(x.shape[-2], x.shape[-2], dtype=torch.bool, device=x.device).triu(1)
         best = scores.masked_fill(future, -torch.inf).topk(self.config.index_topk, -1).indices

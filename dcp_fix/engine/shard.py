@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from dcp_fix.base.errors import UserError
-from dcp_fix.engine.checkpoint import Config
+from dcp_fix.engine.config import Config
 from dcp_fix.engine.model import Model
 
 ROWS, COLUMNS = 0, 1

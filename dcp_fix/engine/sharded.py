@@ -29,11 +29,11 @@ from torch import Tensor
 from dcp_fix import attention, indexer, workspace
 from dcp_fix.combine import CombineManager, attend_routed
 from dcp_fix.engine.blocks import BlockPool, open_request
-from dcp_fix.engine.checkpoint import Config
+from dcp_fix.engine.config import Config
 from dcp_fix.engine.model import INDEX_NORM_EPS, Layer, rope_table
 from dcp_fix.engine.scratch import Scratch
 from dcp_fix.kv_cache import BLOCK, LATENT, ROPE, new_index_cache, new_latent_cache, read_index, read_latent
-from dcp_fix.norm_rope import IndexerInputs, fused_norm_rope
+from dcp_fix.norm_rope import IndexerInputs, NormRopeInputs, fused_norm_rope
 from dcp_fix.ownership import (
     chunk_local_lengths,
     global_position,
@@ -46,7 +46,6 @@ from dcp_fix.ownership import (
 )
 from dcp_fix.ranks.group import Group
 
-H200_SMS = 132  # what a CPU plans its workspace for
 SELECT_ROWS = {"cpu": 256, "cuda": 8192}  # query rows that the indexer takes at once: few jobs to share or few launches
 ROUTE_ROWS = 1024  # query rows exchanged at once: bounds what four ranks in one process gather
 CONTEXT_ROWS = 4096  # local rows of cached context that a dense prefill gathers at once
@@ -108,9 +107,7 @@ class ShardedAttention:
             new_index_cache(num_blocks, device=device) if kind == "full" else None for kind in config.indexer_types
         ]
         self.topk_indices = torch.full((max_batch_tokens, config.index_topk), -1, dtype=torch.int32, device=device)
-        self.num_sms = (
-            torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else H200_SMS
-        )
+        self.num_sms = workspace.num_sms(device)
         self.batch: Batch | None = None
         self.advance: Callable[[int], None] = lambda rows: None
 
@@ -144,7 +141,7 @@ class ShardedAttention:
     def plan(self, tokens: int) -> workspace.Plan:
         """The split-KV workspace plan of a sparse batch, for the gathered heads as the kernel pads them."""
         heads = -(-self.heads * self.dcp.size // workspace.HEAD_BLOCK) * workspace.HEAD_BLOCK
-        # Only a kernel unpacks, and a cache per layer: one layer's at a time.
+        # Only a kernel decodes the cache first, and a cache per layer: one layer's at a time.
         fp8 = self.cache_format != "bf16" and self.scratch.device.type == "cuda"
         capacity = len(self.latent[0]) * BLOCK if fp8 else 0
         budget, ranks = self.workspace_budget, self.dcp.size
@@ -174,12 +171,13 @@ class ShardedAttention:
         q, kv, k_pe = layer.latents(x)
         q_out = self.scratch.take("q", rows)
         kv_out, kpe_out = (self.scratch.take("kv", rows), self.scratch.take("k_pe", rows)) if dense else (None, None)
-        self.ops.norm_rope(
+        inputs = NormRopeInputs(
             batch.positions, q, w["self_attn.q_a_layernorm.weight"], kv, w["self_attn.kv_a_layernorm.weight"], k_pe,
-            self.cos_sin, eps=self.config.rms_norm_eps, slot_mapping=batch.slots, kv_cache=self.latent[layer.index],
+            self.cos_sin, self.config.rms_norm_eps, slot_mapping=batch.slots, kv_cache=self.latent[layer.index],
             cache_format=self.cache_format, kv_scale=self.kv_scale, q_out=q_out, kv_out=kv_out, kpe_out=kpe_out,
             indexer=self.indexer_inputs(layer, x), topk_indices=self.topk_indices,
         )  # fmt: skip
+        self.ops.norm_rope(inputs)
         return q_out, kv_out, kpe_out
 
     def indexer_inputs(self, layer: Layer, x: Tensor) -> IndexerInputs | None:
@@ -218,7 +216,8 @@ class ShardedAttention:
             q = layer.absorb(*layer.queries(q_latent[rows], self.cos_sin[self.batch.positions[rows]]))  # [rows, h, 576]
             attend = self.attend(layer, self.topk_indices[rows])
             out = self.ops.route(q, attend, self.manager, self.batch.decode)  # [rows, h, 512]
-            values.append(layer.unabsorb(out))
+            faulty = self.topk_indices[rows, :1, None] == indexer.FAULT  # [rows, 1, 1]
+            values.append(layer.unabsorb(out).masked_fill_(faulty, torch.nan))
             self.advance(rows.stop - rows.start)
         return torch.cat(values)
 

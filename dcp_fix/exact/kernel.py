@@ -95,7 +95,7 @@ def _merge_pair(out_a, lse_a, out_b, lse_b):
     finite_top = tl.where(top == float("-inf"), 0.0, top)
     weight_a, weight_b = tl.exp(lse_a - finite_top), tl.exp(lse_b - finite_top)
     total = weight_a + weight_b
-    share = tl.where(total > 0, total, 1.0)
+    share = tl.where(total == 0, 1.0, total)
     return weight_a / share * out_a + weight_b / share * out_b, top + tl.log(total)  # an empty leaf is 0, never NaN
 
 

@@ -32,7 +32,7 @@ from torch import Tensor
 from dcp_fix import workspace
 from dcp_fix.attention.reference import _used_rows
 from dcp_fix.base.errors import UserError
-from dcp_fix.combine import by_receiver, clean_lse, merge_partials, to_natural
+from dcp_fix.combine import by_receiver, clean_lse, merge_partials
 from dcp_fix.kv_cache import LATENT, ROPE
 from dcp_fix.ownership import pack_valid
 from dcp_fix.ranks.group import Group
@@ -114,18 +114,13 @@ def node_partial(
     return out, lse
 
 
-def combine_exact(
-    out: Tensor, lse: Tensor, group: Group, result=None, transport: str = "a2a", base: str = "e", wire=torch.float32
-) -> Tensor:
+def combine_exact(out: Tensor, lse: Tensor, group: Group, result=None, transport: str = "a2a") -> Tensor:
     """Send each rank its heads' nodes and merge what arrives: out [T, H, 512], lse [T, H] -> fp32 [T, h, 512].
 
     `transport` "a2a" sends the lse in the same way, "ag_rs" gathers it whole; a reducing collective cannot follow the
-    tree. The bits are the same. Raises UserError for a wire narrower than fp32: where it rounds would depend on D.
+    tree. The bits are the same. Over a wire narrower than fp32 D would decide which nodes are rounded.
     """
-    if wire != torch.float32:
-        raise UserError(f"exact mode over a wire of {wire}: D would decide which nodes are rounded; use fp32")
-    lse = clean_lse(to_natural(lse, base))
-    merged, _ = merge_tree(*_exchange(out, lse, group, transport))
+    merged, _ = merge_tree(*_exchange(out, clean_lse(lse), group, transport))
     return merged if result is None else result.copy_(merged)
 
 
@@ -133,9 +128,10 @@ def _exchange(out: Tensor, lse: Tensor, group: Group, transport: str) -> tuple[T
     """The nodes of this rank's heads, in rank order: out [D, T, h, 512], lse [D, T, h]."""
     (tokens, heads, width), ranks = out.shape, group.size
     if out.is_cuda and transport == "a2a":
-        from dcp_fix.combine.kernel import pack, unpack
+        from dcp_fix.combine.kernel import from_wire, to_wire
 
-        return unpack(group.all_to_all(pack(out, lse, ranks, out.dtype)), tokens, heads // ranks, width, out.dtype)
+        arrived = group.all_to_all(to_wire(out, lse, ranks, out.dtype))
+        return from_wire(arrived, tokens, heads // ranks, width, out.dtype)
     outs, by_rank = group.all_to_all(by_receiver(out, ranks)), by_receiver(lse, ranks)
     return outs, group.all_to_all(by_rank) if transport == "a2a" else group.all_gather(by_rank[None])[:, group.rank]
 

@@ -5,7 +5,7 @@ Begin with reference.py, in plain torch; kernel.py is the same as one Triton ker
 inputs.py is the door that both share. Not here: attention itself, and the bytes of the caches (kv_cache.py).
 """
 
-from dcp_fix.norm_rope.inputs import IndexerInputs
+from dcp_fix.norm_rope.inputs import IndexerInputs, NormRopeInputs
 from dcp_fix.norm_rope.reference import fused_norm_rope, fused_norm_rope_reference, rms_norm, rotate
 
-__all__ = ["IndexerInputs", "fused_norm_rope", "fused_norm_rope_reference", "rms_norm", "rotate"]
+__all__ = ["IndexerInputs", "NormRopeInputs", "fused_norm_rope", "fused_norm_rope_reference", "rms_norm", "rotate"]

@@ -1,7 +1,8 @@
 """The door of fused norm and RoPE: what both implementations, reference.py and launcher.py, take and refuse."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
 from dcp_fix.kv_cache import INDEX_DIM, LATENT, ROPE, check_index_cache, check_latent_cache
@@ -21,39 +22,62 @@ class IndexerInputs:
     interleaved: bool = True
 
 
-def index_slots(indexer: IndexerInputs | None, slot_mapping: Tensor | None) -> Tensor | None:
-    """The slots that the index job writes to; None when it has nowhere to write."""
-    if indexer is None or indexer.cache is None:
-        return None
-    return slot_mapping if indexer.slot_mapping is None else indexer.slot_mapping
+@dataclass(frozen=True, eq=False)
+class NormRopeInputs:
+    """T tokens of a layer: what its four jobs (reference.py) read, and where they write."""
+
+    positions: Tensor  # [T]
+    q: Tensor  # [T, Lq]
+    q_weight: Tensor  # [Lq]
+    kv: Tensor  # [T, 512]
+    kv_weight: Tensor  # [512]
+    k_pe: Tensor  # [T, 64]
+    cos_sin: Tensor  # [max_pos, 64] fp32: 32 cosines, then 32 sines
+    eps: float
+    slot_mapping: Tensor | None = None  # [T]; None in a profiling run: nothing is cached
+    kv_cache: Tensor | None = None  # see kv_cache.new_latent_cache
+    cache_format: str = "fp8_ds_mla"
+    kv_scale: Tensor | None = None  # [1] fp32, for cache_format "fp8"
+    q_out: Tensor | None = None  # [T, Lq], allocated when None
+    kv_out: Tensor | None = None  # [T, 512], written only when given
+    kpe_out: Tensor | None = None  # [T, 64], written only when given
+    indexer: IndexerInputs | None = None  # None in layers that share the previous indexer's selection
+    topk_indices: Tensor | None = None  # int32 [>= T, topk], reset only when `indexer` is given
+
+    @property
+    def index_slots(self) -> Tensor | None:
+        """The slots that the index job writes to; None when it has nowhere to write."""
+        if self.indexer is None or self.indexer.cache is None:
+            return None
+        return self.slot_mapping if self.indexer.slot_mapping is None else self.indexer.slot_mapping
+
+    def with_q_out(self) -> "NormRopeInputs":
+        """The same, `q_out` allocated where it was None."""
+        return self if self.q_out is not None else replace(self, q_out=torch.empty_like(self.q))
+
+    def check(self) -> None:
+        """Raise ValueError, with the value, for a wrong shape, type or stride, on a CPU for a slot or position too."""
+        tokens, width = (len(self.positions), self.q.shape[-1]) if self.q.ndim == 2 else (len(self.positions), "Lq")
+        shapes = {
+            "q": (tokens, width), "q_weight": (width,), "q_out": (tokens, width),
+            "kv": (tokens, LATENT), "kv_weight": (LATENT,), "kv_out": (tokens, LATENT),
+            "k_pe": (tokens, ROPE), "kpe_out": (tokens, ROPE),
+            "cos_sin": (len(self.cos_sin), ROPE), "slot_mapping": (tokens,),
+        }  # fmt: skip
+        for name, shape in shapes.items():
+            _check_shape(name, getattr(self, name), shape)
+        if self.kv_cache is not None:
+            check_latent_cache(self.kv_cache, self.cache_format, self.kv_scale)
+            _check_rows(self.positions, self.slot_mapping, self.kv_cache, self.cos_sin)
+        if self.indexer is not None:
+            _check_indexer(self.indexer, self.positions, self.index_slots)
+            if self.topk_indices is not None and (self.topk_indices.ndim != 2 or len(self.topk_indices) < tokens):
+                raise ValueError(
+                    f"topk_indices {tuple(self.topk_indices.shape)} needs a row for each of {tokens} tokens"
+                )
 
 
-def check_inputs(
-    positions, q, q_weight, kv, kv_weight, k_pe, cos_sin, slot_mapping, kv_cache, cache_format, kv_scale, q_out, kv_out,
-    kpe_out, indexer, topk_indices,
-) -> None:  # fmt: skip
-    """The door of both implementations: raises ValueError with the offending value."""
-    tokens, width = (len(positions), q.shape[-1]) if q.ndim == 2 else (len(positions), "Lq")
-    _check_shape("q", q, (tokens, width))
-    _check_shape("q_weight", q_weight, (width,))
-    _check_shape("q_out", q_out, (tokens, width))
-    _check_shape("kv", kv, (tokens, LATENT))
-    _check_shape("kv_weight", kv_weight, (LATENT,))
-    _check_shape("kv_out", kv_out, (tokens, LATENT))
-    _check_shape("k_pe", k_pe, (tokens, ROPE))
-    _check_shape("kpe_out", kpe_out, (tokens, ROPE))
-    _check_shape("cos_sin", cos_sin, (len(cos_sin), ROPE))
-    _check_shape("slot_mapping", slot_mapping, (tokens,))
-    if kv_cache is not None:
-        check_latent_cache(kv_cache, cache_format, kv_scale)
-        _check_rows(positions, slot_mapping, kv_cache, cos_sin)
-    if indexer is not None:
-        _check_indexer(indexer, positions, slot_mapping)
-        if topk_indices is not None and (topk_indices.ndim != 2 or len(topk_indices) < tokens):
-            raise ValueError(f"topk_indices {tuple(topk_indices.shape)} needs a row for each of {tokens} tokens")
-
-
-def _check_indexer(indexer: IndexerInputs, positions: Tensor, slot_mapping: Tensor | None) -> None:
+def _check_indexer(indexer: IndexerInputs, positions: Tensor, slots: Tensor | None) -> None:
     _check_shape("indexer.k", indexer.k, (len(positions), INDEX_DIM))
     _check_shape("indexer.weight", indexer.weight, (INDEX_DIM,))
     _check_shape("indexer.bias", indexer.bias, (INDEX_DIM,))
@@ -63,7 +87,7 @@ def _check_indexer(indexer: IndexerInputs, positions: Tensor, slot_mapping: Tens
         raise ValueError(f"indexer.cos_sin {tuple(indexer.cos_sin.shape)} must be [max_pos, R], R even and <= 128")
     if indexer.cache is not None:
         check_index_cache(indexer.cache)
-        _check_rows(positions, index_slots(indexer, slot_mapping), indexer.cache, indexer.cos_sin)
+        _check_rows(positions, slots, indexer.cache, indexer.cos_sin)
 
 
 def _check_rows(positions: Tensor, slots: Tensor | None, cache: Tensor, cos_sin: Tensor) -> None:

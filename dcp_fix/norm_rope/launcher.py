@@ -1,81 +1,64 @@
-"""Fused norm and RoPE, the Triton launcher: signature, result and errors of reference.py, one launch of
-kernel.py.
+"""Fused norm and RoPE, the Triton launcher: result and errors of reference.py, one launch of kernel.py.
 
 Byte layouts: `latent_views` and `index_views` of kv_cache.py cut the caches into typed fields, and the kernel sees only
 those. TRITON_INTERPRET=1 must be set before this module is imported.
 Not here: the jobs themselves.
 """
 
-import torch
 import triton
 from torch import Tensor
 
 from dcp_fix.kv_cache import index_views, latent_views
-from dcp_fix.norm_rope.inputs import IndexerInputs, check_inputs, index_slots
+from dcp_fix.norm_rope.inputs import NormRopeInputs
 from dcp_fix.norm_rope.kernel import fused_norm_rope_kernel
 
 MANY_TOKENS = 512  # from here on a program of the latent and index jobs takes several rows
 KEPT_LAUNCHES = 256  # signatures of arguments that are remembered
 
 
-def fused_norm_rope_triton(
-    positions: Tensor,
-    q: Tensor,
-    q_weight: Tensor,
-    kv: Tensor,
-    kv_weight: Tensor,
-    k_pe: Tensor,
-    cos_sin: Tensor,
-    *,
-    eps: float,
-    slot_mapping: Tensor | None = None,
-    kv_cache: Tensor | None = None,
-    cache_format: str = "fp8_ds_mla",
-    kv_scale: Tensor | None = None,
-    q_out: Tensor | None = None,
-    kv_out: Tensor | None = None,
-    kpe_out: Tensor | None = None,
-    indexer: IndexerInputs | None = None,
-    topk_indices: Tensor | None = None,
-) -> Tensor:
-    """`fused_norm_rope` as one launch; arguments, result and errors as there. Never waits for the device."""
-    given = (
-        positions, q, q_weight, kv, kv_weight, k_pe, cos_sin, slot_mapping, kv_cache, kv_scale, q_out, kv_out, kpe_out,
-        *indexer_tensors(indexer), topk_indices,
-    )  # fmt: skip
-    rows = 4 if len(q) >= MANY_TOKENS else 1
-    key = (*map(signature, given), eps, cache_format, indexer and (indexer.eps, indexer.interleaved), rows)
+def fused_norm_rope_triton(inputs: NormRopeInputs) -> Tensor:
+    """`fused_norm_rope` as one launch; result and errors as there. Never waits for the device."""
+    key = signature_of(inputs)
     launch = LAUNCHES.get(key)
-    if launch is None or not q.is_cuda:  # what a GPU's tensors hold is not looked at: their signatures decide
-        check_inputs(
-            positions, q, q_weight, kv, kv_weight, k_pe, cos_sin, slot_mapping, kv_cache, cache_format, kv_scale, q_out,
-            kv_out, kpe_out, indexer, topk_indices,
-        )  # fmt: skip
-    q_out = torch.empty_like(q) if q_out is None else q_out
-    if len(q) == 0:
-        return q_out
-    tensors = {
-        "positions": positions, "q": q, "q_weight": q_weight, "q_out": q_out, "kv": kv, "kv_weight": kv_weight,
-        "k_pe": k_pe, "cos_sin": cos_sin, "kv_out": kv_out, "kpe_out": kpe_out,
-    }  # fmt: skip
-    if kv_cache is not None and slot_mapping is not None:  # a profiling run has no slots
-        latent, rope, scales = latent_views(kv_cache, cache_format)
-        tensors |= {"slot_mapping": slot_mapping, "cache_latent": latent, "cache_rope": rope, "tile_scales": scales}
-        tensors["kv_scale"] = kv_scale
-    if (slots := index_slots(indexer, slot_mapping)) is not None:
-        keys, scales = index_views(indexer.cache)
-        tensors |= {
-            "index_slots": slots, "index_k": indexer.k, "index_weight": indexer.weight, "index_bias": indexer.bias,
-            "index_cos_sin": indexer.cos_sin, "index_keys": keys, "index_scales": scales,
-        }  # fmt: skip
-    if indexer is not None:
-        tensors["topk_indices"] = topk_indices
+    if launch is None or not inputs.q.is_cuda:  # what a GPU's tensors hold is not looked at: their signatures decide
+        inputs.check()
+    inputs = inputs.with_q_out()
+    if len(inputs.q) == 0:
+        return inputs.q_out
+    tensors = kernel_tensors(inputs)
     if launch is None:
         if len(LAUNCHES) >= KEPT_LAUNCHES:
             LAUNCHES.clear()
-        launch = LAUNCHES[key] = Launch(numbers(tensors, eps, indexer, kv_cache, rows), rows)
+        launch = LAUNCHES[key] = Launch(numbers(inputs, tensors, rows_each(inputs)))
     launch.run(tensors)
-    return q_out
+    return inputs.q_out
+
+
+def rows_each(inputs: NormRopeInputs) -> int:
+    """Rows that a program of the latent and index jobs takes."""
+    return 4 if len(inputs.q) >= MANY_TOKENS else 1
+
+
+def kernel_tensors(x: NormRopeInputs) -> dict[str, Tensor | None]:
+    """The tensors under the kernel's own names, the caches cut into their fields."""
+    tensors = {
+        "positions": x.positions, "q": x.q, "q_weight": x.q_weight, "q_out": x.q_out, "kv": x.kv,
+        "kv_weight": x.kv_weight, "k_pe": x.k_pe, "cos_sin": x.cos_sin, "kv_out": x.kv_out, "kpe_out": x.kpe_out,
+    }  # fmt: skip
+    if x.kv_cache is not None and x.slot_mapping is not None:  # a profiling run has no slots
+        latent, rope, scales = latent_views(x.kv_cache, x.cache_format)
+        tensors |= {"slot_mapping": x.slot_mapping, "cache_latent": latent, "cache_rope": rope, "tile_scales": scales}
+        tensors["kv_scale"] = x.kv_scale
+    if (slots := x.index_slots) is not None:
+        keys, scales = index_views(x.indexer.cache)
+        tensors |= {
+            "index_slots": slots, "index_k": x.indexer.k, "index_weight": x.indexer.weight,
+            "index_bias": x.indexer.bias, "index_cos_sin": x.indexer.cos_sin, "index_keys": keys,
+            "index_scales": scales,
+        }  # fmt: skip
+    if x.indexer is not None:
+        tensors["topk_indices"] = x.topk_indices
+    return tensors
 
 
 class Launch:
@@ -84,8 +67,8 @@ class Launch:
     Binding its sixty arguments anew each time takes Triton longer than one token takes the kernel.
     """
 
-    def __init__(self, numbers: dict, rows: int) -> None:
-        self.kernel, self.numbers, self.compiled = fused_norm_rope_kernel, numbers, None
+    def __init__(self, numbers: dict) -> None:
+        self.kernel, self.numbers, self.compiled, rows = fused_norm_rope_kernel, numbers, None, numbers["ROWS"]
         jobs = rows + 2 if "INDEX_HALF" in numbers else rows + 1
         self.grid = (jobs, triton.cdiv(numbers["tokens"], rows), 1)
 
@@ -104,36 +87,35 @@ class Launch:
 LAUNCHES: dict[tuple, Launch] = {}
 
 
+def signature_of(inputs: NormRopeInputs) -> tuple:
+    """What the check and the compiled kernel depend on."""
+    indexer = () if inputs.indexer is None else vars(inputs.indexer).values()
+    return *map(signature, (vars(inputs) | {"indexer": None}).values()), *map(signature, indexer), rows_each(inputs)
+
+
 def signature(x):
-    """What the check and the compiled kernel depend on, of a tensor; anything else is its own."""
+    """The same of one value: of a tensor its layout, anything else is its own."""
     return (x.shape, x.stride(), x.dtype, x.get_device(), x.data_ptr() % 16) if isinstance(x, Tensor) else x
 
 
-def indexer_tensors(indexer: IndexerInputs | None) -> tuple:
-    """What `signature` is to see of the indexer."""
-    if indexer is None:
-        return ()
-    return indexer.k, indexer.weight, indexer.bias, indexer.cos_sin, indexer.cache, indexer.slot_mapping
-
-
-def numbers(tensors: dict, eps: float, indexer: IndexerInputs | None, kv_cache: Tensor | None, rows: int) -> dict:
+def numbers(inputs: NormRopeInputs, tensors: dict[str, Tensor | None], rows: int) -> dict:
     """Everything else that the kernel takes: sizes, strides and what is known when compiling."""
     stride = lambda name, dim=0: None if (x := tensors.get(name)) is None else x.stride(dim)  # noqa: E731
     (tokens, width), table = tensors["q"].shape, tensors["cos_sin"]
     given = {
-        "eps": eps, "tokens": tokens, "table_rows": len(table), "ROWS": rows,
+        "eps": inputs.eps, "tokens": tokens, "table_rows": len(table), "ROWS": rows,
         "Q_DIM": width, "Q_BLOCK": triton.next_power_of_2(width),
     }  # fmt: skip
     given |= {f"{name}_stride": stride(name) for name in ("q", "q_out", "kv", "k_pe", "cos_sin", "kv_out", "kpe_out")}
     if "slot_mapping" in tensors:
         given |= {
-            "BLOCK_SIZE": kv_cache.shape[1],
+            "BLOCK_SIZE": inputs.kv_cache.shape[1],
             "latent_block": stride("cache_latent"), "latent_entry": stride("cache_latent", 1),
             "rope_block": stride("cache_rope"), "rope_entry": stride("cache_rope", 1),
             "scales_block": stride("tile_scales"), "scales_entry": stride("tile_scales", 1),
         }  # fmt: skip
     if "index_slots" in tensors:
-        table = indexer.cos_sin
+        indexer, table = inputs.indexer, inputs.indexer.cos_sin
         given |= {
             "index_eps": indexer.eps, "index_k_stride": stride("index_k"),
             "index_cos_sin_stride": stride("index_cos_sin"), "index_table_rows": len(table),

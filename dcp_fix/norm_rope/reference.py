@@ -37,101 +37,60 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from dcp_fix.kv_cache import INDEX_DIM, write_index, write_latent
-from dcp_fix.norm_rope.inputs import IndexerInputs, check_inputs, index_slots
+from dcp_fix.norm_rope.inputs import NormRopeInputs
 
 
-def fused_norm_rope(
-    positions: Tensor,  # [T]
-    q: Tensor,  # [T, Lq]
-    q_weight: Tensor,  # [Lq]
-    kv: Tensor,  # [T, 512]
-    kv_weight: Tensor,  # [512]
-    k_pe: Tensor,  # [T, 64]
-    cos_sin: Tensor,  # [max_pos, 64] fp32: 32 cosines, then 32 sines
-    *,
-    eps: float,
-    slot_mapping: Tensor | None = None,  # [T]; None in a profiling run: nothing is cached
-    kv_cache: Tensor | None = None,  # see kv_cache.new_latent_cache
-    cache_format: str = "fp8_ds_mla",
-    kv_scale: Tensor | None = None,  # [1] fp32, for cache_format "fp8"
-    q_out: Tensor | None = None,  # [T, Lq], allocated when None
-    kv_out: Tensor | None = None,  # [T, 512], written only when given
-    kpe_out: Tensor | None = None,  # [T, 64], written only when given
-    indexer: IndexerInputs | None = None,  # None in layers that share the previous indexer's selection
-    topk_indices: Tensor | None = None,  # int32 [>= T, topk], reset only when `indexer` is given
-) -> Tensor:
+def fused_norm_rope(inputs: NormRopeInputs) -> Tensor:
     """Runs the four jobs of the module docstring and returns `q_out`: the kernel on a GPU, the reference elsewhere.
 
     Raises ValueError at the door for a wrong shape, type or stride, and, on a CPU, for a slot or position out of range.
     """
-    if q.is_cuda:
-        from dcp_fix.norm_rope.launcher import fused_norm_rope_triton as implementation
-    else:
-        implementation = fused_norm_rope_reference
-    return implementation(
-        positions, q, q_weight, kv, kv_weight, k_pe, cos_sin, eps=eps, slot_mapping=slot_mapping, kv_cache=kv_cache,
-        cache_format=cache_format, kv_scale=kv_scale, q_out=q_out, kv_out=kv_out, kpe_out=kpe_out, indexer=indexer,
-        topk_indices=topk_indices,
-    )  # fmt: skip
+    if inputs.q.is_cuda:
+        from dcp_fix.norm_rope.launcher import fused_norm_rope_triton
+
+        return fused_norm_rope_triton(inputs)
+    return fused_norm_rope_reference(inputs)
 
 
-def fused_norm_rope_reference(
-    positions: Tensor,
-    q: Tensor,
-    q_weight: Tensor,
-    kv: Tensor,
-    kv_weight: Tensor,
-    k_pe: Tensor,
-    cos_sin: Tensor,
-    *,
-    eps: float,
-    slot_mapping: Tensor | None = None,
-    kv_cache: Tensor | None = None,
-    cache_format: str = "fp8_ds_mla",
-    kv_scale: Tensor | None = None,
-    q_out: Tensor | None = None,
-    kv_out: Tensor | None = None,
-    kpe_out: Tensor | None = None,
-    indexer: IndexerInputs | None = None,
-    topk_indices: Tensor | None = None,
-) -> Tensor:
+def fused_norm_rope_reference(inputs: NormRopeInputs) -> Tensor:
     """`fused_norm_rope` in plain torch, on any device."""
-    check_inputs(
-        positions, q, q_weight, kv, kv_weight, k_pe, cos_sin, slot_mapping, kv_cache, cache_format, kv_scale, q_out,
-        kv_out, kpe_out, indexer, topk_indices,
-    )  # fmt: skip
-    q_out = torch.empty_like(q) if q_out is None else q_out
-    q_out.copy_(rms_norm(q, q_weight, eps))  # fix of defect 1: no slot in sight (issue 50095)
-
-    caches = kv_cache is not None and slot_mapping is not None
-    dense = kv_out is not None or kpe_out is not None
-    if caches or dense:
-        # Fix of defect 3: a negative slot skips the row's cache write, not its dense outputs (issue 54907).
-        rows = slice(None) if dense else slot_mapping >= 0
-        latent = rms_norm(kv[rows], kv_weight, eps)
-        key = rotate(k_pe[rows], _angles(cos_sin, positions[rows]), interleaved=True)
-        if kv_out is not None:
-            kv_out.copy_(latent)
-        if kpe_out is not None:
-            kpe_out.copy_(key)
-        if caches:
-            write_latent(kv_cache, latent, key, slot_mapping[rows], cache_format, kv_scale)
-
-    if indexer is not None:
-        _index_key(positions, indexer, slot_mapping)
-        if topk_indices is not None:
-            topk_indices[: len(q)] = -1
-    return q_out
+    inputs.check()
+    x = inputs.with_q_out()
+    x.q_out.copy_(rms_norm(x.q, x.q_weight, x.eps))  # fix of defect 1: no slot in sight (issue 50095)
+    _latents(x)
+    if x.indexer is not None:
+        _index_keys(x)
+        if x.topk_indices is not None:
+            x.topk_indices[: len(x.q)] = -1
+    return x.q_out
 
 
-def _index_key(positions: Tensor, indexer: IndexerInputs, slot_mapping: Tensor | None) -> None:
+def _latents(x: NormRopeInputs) -> None:
+    """The latent job: dense rows where they are asked for, cache entries where there is a slot."""
+    caches = x.kv_cache is not None and x.slot_mapping is not None
+    dense = x.kv_out is not None or x.kpe_out is not None
+    if not caches and not dense:
+        return
+    # Fix of defect 3: a negative slot skips the row's cache write, not its dense outputs (issue 54907).
+    rows = slice(None) if dense else x.slot_mapping >= 0
+    latent = rms_norm(x.kv[rows], x.kv_weight, x.eps)
+    key = rotate(x.k_pe[rows], _angles(x.cos_sin, x.positions[rows]), interleaved=True)
+    if x.kv_out is not None:
+        x.kv_out.copy_(latent)
+    if x.kpe_out is not None:
+        x.kpe_out.copy_(key)
+    if caches:
+        write_latent(x.kv_cache, latent, key, x.slot_mapping[rows], x.cache_format, x.kv_scale)
+
+
+def _index_keys(x: NormRopeInputs) -> None:
     """The index job: writes the rows that the indexer's own slot mapping owns, and computes no others."""
-    slots = index_slots(indexer, slot_mapping)
+    indexer, slots = x.indexer, x.index_slots
     if slots is None:
         return
     rows = slots >= 0
     k = F.layer_norm(indexer.k[rows].float(), (INDEX_DIM,), indexer.weight.float(), indexer.bias.float(), indexer.eps)
-    angles = _angles(indexer.cos_sin, positions[rows])
+    angles = _angles(indexer.cos_sin, x.positions[rows])
     rotated, rest = k.split((angles.shape[-1], INDEX_DIM - angles.shape[-1]), dim=-1)
     k = torch.cat((rotate(rotated, angles, indexer.interleaved), rest), dim=-1)
     write_index(indexer.cache, k, slots[rows])

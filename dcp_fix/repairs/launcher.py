@@ -77,11 +77,11 @@ def warn_once(message: str) -> None:
 
 def launch(a: dict):
     """Upstream's arguments, by name, to ours. Returns the normed query."""
-    from dcp_fix.norm_rope import fused_norm_rope
+    from dcp_fix.norm_rope import NormRopeInputs, fused_norm_rope
 
     cache, cache_format, scale = latent_cache(a)
     cached = cache is not None or (a["has_indexer"] and a["indexer_k_cache"] is not None)
-    q_out = fused_norm_rope(
+    inputs = NormRopeInputs(
         a["positions"],
         a["q_c"],
         a["q_rms_norm_w"],
@@ -100,6 +100,7 @@ def launch(a: dict):
         indexer=indexer_inputs(a) if a["has_indexer"] else None,
         topk_indices=a["topk_indices_buffer"],
     )
+    q_out = fused_norm_rope(inputs)
     if a["q_rms_eps"] != a["kv_rms_eps"]:  # no model has two; ours takes one
         from dcp_fix.norm_rope import rms_norm
 

@@ -20,7 +20,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from dcp_fix.engine.checkpoint import Config, fuse_experts, split_experts, weight_shapes
+from dcp_fix.engine.checkpoint import fuse_experts, split_experts, weight_shapes
+from dcp_fix.engine.config import Config
 from dcp_fix.engine.engine import resolve_device
 from dcp_fix.engine.model import Model, PlainAttention
 from dcp_fix.tiny import corpus, lessons

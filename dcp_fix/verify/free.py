@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from dcp_fix.base.equality import digest, first_difference, ulps_apart
-from dcp_fix.engine.checkpoint import Config
+from dcp_fix.engine.config import Config
 from dcp_fix.engine.engine import Engine, Generation
 from dcp_fix.engine.model import Model
 from dcp_fix.engine.sharded import Ops

@@ -1,4 +1,4 @@
-"""attention/flashmla.py: which vLLM folder it takes, what it refuses, and both ways through a stand-in for FlashMLA.
+"""flashmla.py and backends.py: which vLLM folder it takes, which way is chosen, and both through a stand-in.
 
 The interpreter is only to be trusted with fp32, so the ways are walked with fp32 queries, which `way` itself refuses.
 """
@@ -13,7 +13,7 @@ from dcp_fix.workspace import Plan, expected_columns
 from tests.attention.test_attention import INF, NAN, SCALE, agree, filled_cache, holed_slots, randn
 
 pytest.importorskip("triton")
-from dcp_fix.attention import flashmla, spill
+from dcp_fix.attention import backends, flashmla, spill
 from dcp_fix.attention.kernel import pack
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -48,13 +48,13 @@ class Operators:
 
 
 def partial(q, rows, slots, scale):
-    """out [T, H, 512] and lse [T, H] of each token over its slots; NaN and +inf where it has none."""
+    """out [T, H, 512] and lse [T, H] of each token over its slots; NaN and +inf where it has none or one is NaN."""
     out, lse = q.new_full((*q.shape[:2], 512), NAN), q.new_full(q.shape[:2], INF, dtype=torch.float32)
     for token, own in enumerate(slots):
         if len(own):
             keys = rows[own.long()].double()
             scores = scale * q[token].double() @ keys.T
-            out[token], lse[token] = scores.softmax(-1) @ keys[:, :512], scores.logsumexp(-1)
+            out[token], lse[token] = scores.softmax(-1) @ keys[:, :512], scores.logsumexp(-1).nan_to_num(nan=INF)
     return out, None, lse
 
 
@@ -62,9 +62,9 @@ def partial(q, rows, slots, scale):
 def operators():
     """In use for one test."""
     operators = Operators()
-    flashmla.use(flashmla.FlashMLA(operators))
+    backends.use(flashmla.FlashMLA(operators))
     yield operators
-    flashmla.use(None)
+    backends.use(None)
 
 
 def problem(tokens, heads, k, holes=0.5):
@@ -87,8 +87,8 @@ def test_folders_that_hold_no_flashmla_are_refused(tmp_path):
 
 
 def test_the_way_is_chosen_by_tokens_heads_and_width(operators):
-    way, bf16 = flashmla.way, torch.bfloat16
-    many = lambda heads, ranks=4: Plan(8192, heads, 2048, 1, 8192, 0, unpacked=65536, ranks=ranks)  # noqa: E731
+    way, bf16 = backends.way, torch.bfloat16
+    many = lambda heads, ranks=4: Plan(8192, heads, 2048, 1, 8192, 0, decoded=65536, ranks=ranks)  # noqa: E731
     few = lambda ranks: Plan(64, 64, 2048, 1, 64, 0, ranks=ranks)  # noqa: E731
     assert [way(many(h), 8192, h, bf16, "fp8_ds_mla") for h in (16, 32, 33, 64)] == ["here", "here"] + ["prefill"] * 2
     assert [way(many(h, 1), 8192, h, bf16, "fp8_ds_mla") for h in (16, 17)] == ["here", "prefill"]
@@ -98,7 +98,7 @@ def test_the_way_is_chosen_by_tokens_heads_and_width(operators):
     assert [way(few(2), t, 32, bf16, "fp8_ds_mla") for t in (31, 32, 512, 513)] == ["here", "decode", "decode", "here"]
     assert way(few(4), 64, 64, bf16, "fp8") == way(few(4), 64, 64, torch.float16, "fp8_ds_mla") == "here"
     assert way(many(64), 8192, 64, bf16, "bf16") == way(many(64), 8192, 64, bf16, None) == "here"
-    flashmla.use(None)
+    backends.use(None)
     assert way(many(64), 8192, 64, bf16, "fp8_ds_mla") == "here"
 
 
@@ -111,17 +111,32 @@ def test_every_way_gives_the_same_answer(operators, chosen, form, monkeypatch):
     cache, kv_scale = filled_cache(form, slots)
     args = randn(4, 5, 576), cache, slots, SCALE, form, kv_scale
     want = sparse_partial_reference(*args)
-    monkeypatch.setattr(flashmla, "way", lambda *sizes: chosen)
+    monkeypatch.setattr(backends, "way", lambda *sizes: chosen)
     moved = [x.to(DEVICE) if isinstance(x, torch.Tensor) else x for x in args]
-    got = flashmla.sparse_partial_chosen(*moved)
+    got = backends.sparse_partial_cuda(*moved)
     assert agree(tuple(x.cpu() for x in got), want, ULPS)
     assert got[0].dtype == torch.float32 and got[0][0].eq(0).all() and (got[1][0] == -INF).all()
+
+
+@pytest.mark.parametrize("width", [None, 8, 30, 33])
+def test_a_nan_is_told_from_no_key(operators, width):
+    """FlashMLA marks both by +inf. Its prefill, and its decode of a width that holds few keys, the own ones, all."""
+    q, cache, slots, _ = problem(4, 5, 33)
+    q[1, 2] = NAN
+    if width is None:
+        got = flashmla.by_prefill(backends.CHOSEN[0], q, cache, slots, SCALE, "fp8_ds_mla", None)
+    else:
+        got = flashmla.by_decode(backends.CHOSEN[0], q, cache, slots, SCALE, width)
+    out, lse = (x.cpu() for x in got)
+    for x in (out.isnan().all(-1), out.isnan().any(-1), lse.isnan()):
+        assert x.nonzero().tolist() == [[1, 2]]
+    assert out[0].eq(0).all() and (lse[0] == -INF).all()
 
 
 @pytest.mark.parametrize("width", [1, 5, 16, 33, 150])
 def test_what_exceeds_the_width_is_added_and_nothing_is_dropped(operators, width):
     q, cache, slots, want = problem(5, 20, 150, holes=0.4)
-    got = flashmla.by_decode(q, cache, slots, SCALE, width)
+    got = flashmla.by_decode(backends.CHOSEN[0], q, cache, slots, SCALE, width)
     assert operators.widths == [width]
     assert agree(tuple(x.cpu() for x in got), want, ULPS)
 
@@ -133,7 +148,7 @@ def test_in_place_writes_only_the_tokens_that_exceed_the_width(operators):
     packed, counts = pack(slots, tail=-1)
     fits = (counts <= 16).cpu()
     assert 0 < fits.sum() < 6
-    first, lse = flashmla.CHOSEN[0].decode(q, cache, packed[:, :16], SCALE)
+    first, lse = backends.CHOSEN[0].decode(q, cache, packed[:, :16], SCALE)
     first, lse = first.contiguous(), lse.contiguous().T.contiguous().T  # heads first in memory, as FlashMLA returns it
     before = first.clone()
     out, out_lse = spill.with_spill(q, cache, "fp8_ds_mla", packed, counts, 16, SCALE, first, lse, in_place=True)
@@ -145,7 +160,7 @@ def test_in_place_writes_only_the_tokens_that_exceed_the_width(operators):
 def test_a_schedule_is_made_once_for_each_size(operators):
     q, cache, slots, _ = problem(3, 2, 40)
     for width in (8, 8, 16, 8):
-        flashmla.by_decode(q, cache, slots, SCALE, width)
+        flashmla.by_decode(backends.CHOSEN[0], q, cache, slots, SCALE, width)
     assert operators.schedules == [None, "plan", None, "plan"]
 
 

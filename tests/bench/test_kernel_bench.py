@@ -37,11 +37,11 @@ def small(monkeypatch):
     monkeypatch.setattr(kernel_bench, "replays", lambda call, calls, repeats=20: [call() and 4.0] + [5.0, 6.0, 9.0])
 
 
-def reference_norm(**arguments):
+def reference_norm(inputs):
     """As kernel under the interpreter as elsewhere."""
     from dcp_fix.norm_rope.launcher import fused_norm_rope_triton
 
-    return fused_norm_rope_triton(**arguments)
+    return fused_norm_rope_triton(inputs)
 
 
 def spoiled(case, how):

@@ -128,7 +128,7 @@ def test_the_history_of_norm_and_rope_ends_at_the_record(first, contender):
 
 @pytest.mark.parametrize(
     "first, contender",
-    [("**rows unpacked", "here"), ("those rows", "upstream prefill, unpacked"), ("upstream: FlashMLA", FED)],
+    [("**rows decoded", "here"), ("those rows", "upstream prefill, unpacked"), ("upstream: FlashMLA", FED)],
 )
 def test_the_history_of_the_sparse_partial_ends_at_the_record(first, contender):
     for heads, cell in zip((64, 32, 16), rows_of("## Sparse partial", first), strict=True):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from dcp_fix.base.equality import close, same_bytes
-from dcp_fix.combine import BASES, by_receiver, clean_lse, merge_partials, merge_weights, to_natural, weighted
+from dcp_fix.combine import by_receiver, clean_lse, merge_partials, merge_weights, weighted
 from tests.combine.test_combine import partials, softmax_oracle
 
 pytest.importorskip("triton")
@@ -37,15 +37,15 @@ def _empty(*shape, dtype=FP32, device=None):
     return torch.full(tuple(shape), NAN, dtype=dtype, device=device)
 
 
-def routes(out, lse, base=1.0, wire=FP32):
+def routes(out, lse, wire=FP32):
     """Both routes of all ranks, without a group: {route: fp32 [T, H, D]}."""
     ranks, tokens, heads, width = out.shape
-    sent = [kernels.weigh(out[rank], lse, rank, wire, base) for rank in range(ranks)]
-    packed = [kernels.pack(out[rank], lse[rank], ranks, wire, base) for rank in range(ranks)]
+    sent = [kernels.weigh(out[rank], lse, rank, wire) for rank in range(ranks)]
+    packed = [kernels.to_wire(out[rank], lse[rank], ranks, wire) for rank in range(ranks)]
     results = {"ag_rs": [], "a2a": []}
     for rank in range(ranks):
         results["ag_rs"].append(kernels.total(torch.stack([x[rank] for x in sent])))
-        parts = kernels.unpack(torch.stack([x[rank] for x in packed]), tokens, heads // ranks, width, wire)
+        parts = kernels.from_wire(torch.stack([x[rank] for x in packed]), tokens, heads // ranks, width, wire)
         results["a2a"].append(kernels.merge(*parts, want_lse=False)[0])
     return {route: torch.cat(parts, dim=1) for route, parts in results.items()}
 
@@ -83,6 +83,16 @@ def test_merge_is_merge_partials():
     assert (got_lse[0] == -math.inf).all() and torch.isfinite(got_lse[1:][~empty.all(0)[1:]]).all()
 
 
+def test_a_nan_is_no_mark_and_reaches_the_whole():
+    out, lse, _ = partials(3, tokens=2, heads=6, width=7, holes=0.0)
+    lse[0, 1], out[0, 1] = math.inf, NAN
+    lse[1, 1, 3], out[1, 1, 3] = NAN, NAN
+    whole = kernels.merge(out.to(DEVICE), lse.to(DEVICE))
+    assert whole[1].isnan().nonzero().tolist() == [[1, 3]]
+    for got in (*routes(out.to(DEVICE), lse.to(DEVICE)).values(), whole[0]):
+        assert got.isnan().all(-1).nonzero().tolist() == [[1, 3]] and got.isnan().sum() == 7
+
+
 @pytest.mark.parametrize("strange", [math.inf, -math.inf, NAN])
 def test_what_an_empty_shard_leaves_is_selected_away(strange):
     out = torch.stack([torch.full((2, 2, 4), strange), torch.full((2, 2, 4), 3.0)]).to(DEVICE)
@@ -92,13 +102,6 @@ def test_what_an_empty_shard_leaves_is_selected_away(strange):
     lse[0] = 0.0  # now it has weight, and nothing hides it
     for got in routes(out, lse).values():
         assert not torch.isfinite(got).any()
-
-
-def test_base_2_is_converted_where_it_is_loaded():
-    out, lse, _ = partials(2, tokens=3, heads=4, width=8)
-    want = routes(out.to(DEVICE), to_natural(lse, "2").to(DEVICE))
-    for route, got in routes(out.to(DEVICE), lse.to(DEVICE), BASES["2"]).items():
-        assert same_bytes(got.cpu(), want[route].cpu())
 
 
 def test_strides_and_padding_are_heeded():
@@ -117,7 +120,7 @@ def test_what_is_sent_has_a_row_for_each_receiver():
     out, lse, _ = partials(2, tokens=3, heads=4, width=5)
     sent = kernels.weigh(out[1].to(DEVICE), lse.to(DEVICE), 1, FP32).cpu()
     assert close(sent, by_receiver(weighted(out[1], merge_weights(lse)[0][1]), 2), ulps=4, floor=1.0)
-    outs, lses = kernels.unpack(kernels.pack(out[1].to(DEVICE), lse[1].to(DEVICE), 2, FP32).cpu(), 3, 2, 5, FP32)
+    outs, lses = kernels.from_wire(kernels.to_wire(out[1].to(DEVICE), lse[1].to(DEVICE), 2, FP32).cpu(), 3, 2, 5, FP32)
     assert same_bytes(outs, by_receiver(out[1], 2)) and torch.equal(lses, by_receiver(clean_lse(lse[1]), 2))
     assert outs.data_ptr() % kernels.ALIGN == lses.data_ptr() % kernels.ALIGN == 0
 

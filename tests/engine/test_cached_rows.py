@@ -15,6 +15,7 @@ from dcp_fix.engine.scratch import Scratch
 from dcp_fix.engine.sharded import Ops, ShardedAttention
 from dcp_fix.kv_cache import BLOCK
 from dcp_fix.ranks.group import LocalGroup, SingleGroup
+from dcp_fix.workspace import H200_SMS
 from tests.checkpoints import random_checkpoint, random_tokens
 
 
@@ -98,7 +99,7 @@ def test_the_workspace_is_planned_for_the_heads_that_are_gathered(model):
     seen = []
     attention.ops = Ops(plan=lambda *sizes: seen.append(sizes))
     attention.plan(3)
-    assert [sizes[:5] for sizes in seen] == [(3, 128, model.config.index_topk, sharded.H200_SMS, 1 << 30)]
+    assert [sizes[:5] for sizes in seen] == [(3, 128, model.config.index_topk, H200_SMS, 1 << 30)]
 
 
 def test_the_end_of_a_prefix_is_given_up_first():
@@ -110,23 +111,3 @@ def test_the_end_of_a_prefix_is_given_up_first():
     assert (table, hit) == ([2], 0)
     pool.close(table, [90, 91, 92])
     assert pool.open(tokens, 12) == ([0, 1, 2], 8)
-
-
-@pytest.mark.parametrize("dcp_size", [1, 4])
-def test_in_exact_mode_a_prefix_hit_has_the_bits_of_a_fresh_engine(model, dcp_size):
-    """An engine that has served others for a while; in ordinary mode other matrix shapes round otherwise."""
-    shared = random_tokens(300, seed=5)
-    prompt = shared + random_tokens(41, seed=6)
-
-    def rank(group):
-        fresh, used = (
-            Engine(model, group, dcp_size=dcp_size, max_length=512, combine="exact", classes=4) for _ in range(2)
-        )
-        for seed in (7, 8):
-            used.generate(random_tokens(100 + seed, seed=seed), 3)
-        used.generate(shared, 1)
-        return fresh.generate(prompt, 6), used.generate(prompt, 6)
-
-    fresh, used = LocalGroup.run(4, rank)[0]
-    assert (fresh.cached, used.cached) == (0, 256)
-    assert used.tokens == fresh.tokens and same_bytes(used.logits, fresh.logits)

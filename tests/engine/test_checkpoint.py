@@ -8,7 +8,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from dcp_fix.base.errors import UserError
-from dcp_fix.engine.checkpoint import CheckpointError, Config, check_folder, fuse_experts, read_weights, split_experts
+from dcp_fix.engine.checkpoint import check_folder, fuse_experts, read_weights, split_experts
+from dcp_fix.engine.config import CheckpointError, Config
 from dcp_fix.engine.model import Model
 from tests.checkpoints import CONFIG, random_checkpoint
 

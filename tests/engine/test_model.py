@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from dcp_fix.engine.checkpoint import weight_shapes
 from dcp_fix.engine.model import Model, PlainAttention
@@ -68,6 +69,39 @@ def test_a_sequence_beyond_the_positions(model):
 
 def test_weight_shapes_name_what_transformers_names(oracle, model):
     assert set(weight_shapes(model.config)) == set(fused_back(oracle.state_dict()))
+
+
+# --- types that are part of the model ---------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def routed(tmp_path_factory):
+    """64 experts, whose biases lie close together around 7, and a router in fp32."""
+    folder = random_checkpoint(tmp_path_factory.mktemp("routed"), n_routed_experts=64, num_experts_per_tok=8)
+    path, random = folder / "model.safetensors", torch.Generator().manual_seed(0)
+    weights, gate = load_file(path), "model.layers.2.mlp.gate."
+    weights[gate + "weight"] = torch.randn(64, 64, generator=random) / 32
+    weights[gate + "e_score_correction_bias"] = torch.empty(64).uniform_(6.817, 7.063, generator=random)
+    save_file(weights, path, {"format": "pt"})
+    return folder
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@torch.no_grad()
+def test_tokens_are_routed_and_weights_kept_as_transformers_does(routed, dtype):
+    from transformers import GlmMoeDsaForCausalLM
+
+    theirs, ours = GlmMoeDsaForCausalLM.from_pretrained(routed, dtype=dtype).eval(), Model.load(routed, dtype=dtype)
+    x = torch.randn(500, 64, generator=torch.Generator().manual_seed(1)).to(dtype)
+    _, weights, chosen = theirs.model.layers[2].mlp.gate(x)
+    want = torch.zeros(500, 64).scatter(1, chosen, weights.float())
+    got = ours.layers[2].route(x)[:, :64]
+    assert (got > 0).equal(want > 0) and torch.allclose(got, want, rtol=1e-5)
+    state = theirs.state_dict()
+    types = {name: (weight.dtype, state[name].dtype) for name, weight in ours.weights.items() if name in state}
+    assert len(types) > 40 and {name: both for name, both in types.items() if len(set(both)) > 1} == {}
+    last = ours.forward(torch.tensor([5, 6, 7]), PlainAttention(ours.config, 3))
+    assert last.dtype == dtype and last.isfinite().all()
 
 
 def fused_back(state):

@@ -13,7 +13,7 @@ from dcp_fix.attention import sparse_partial, sparse_partial_reference
 from dcp_fix.base.equality import close, same_bytes
 from dcp_fix.combine import merge_partials
 from dcp_fix.kv_cache import CACHE_FORMATS, new_latent_cache, write_latent
-from dcp_fix.norm_rope import fused_norm_rope, fused_norm_rope_reference
+from dcp_fix.norm_rope import NormRopeInputs, fused_norm_rope, fused_norm_rope_reference
 from dcp_fix.ownership import localise, slots_of
 from tests.norm_rope_cases import CASES, Run
 
@@ -69,9 +69,7 @@ def test_cache_bytes_equal_the_references(cache_format, dtype):
         cache.view(torch.uint8).fill_(0x7F)
         moved = [x.to(device) for x in (torch.arange(tokens), kv[:, :96], weight[:96], kv, weight, k_pe, table)]
         scale = torch.tensor([0.013], device=device) if cache_format == "fp8" else None
-        fused_norm_rope(
-            *moved, eps=1e-5, slot_mapping=slots.to(device), kv_cache=cache, cache_format=cache_format, kv_scale=scale
-        )
+        fused_norm_rope(NormRopeInputs(*moved, 1e-5, slots.to(device), cache, cache_format, scale))
         caches[device] = cache.view(torch.uint8).cpu()
     assert same_bytes(caches["cuda"], caches["cpu"])
     assert (caches["cpu"] != 0x7F).any(-1).sum() == (slots >= 0).sum()

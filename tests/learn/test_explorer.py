@@ -15,7 +15,7 @@ import torch
 from dcp_fix import kv_cache, ownership
 from dcp_fix.broken import norm_rope_skip_all_rows, norm_rope_skip_dense_rows
 from dcp_fix.learn import plots
-from dcp_fix.norm_rope import fused_norm_rope
+from dcp_fix.norm_rope import NormRopeInputs, fused_norm_rope
 from tests import browser
 
 PAGE = Path(__file__).resolve().parents[2] / "notebooks" / "dcp_explorer.html"
@@ -82,10 +82,11 @@ def test_the_rows_that_it_calls_written_are_those_that_the_kernel_writes(page, g
     slots = ownership.localise(tokens, size, rank, interleave)
     q_out, kv_out, kpe_out = (torch.full((24, width), torch.nan) for width in (16, 512, 64))
     cache = torch.full((1, 64, 656), 127, dtype=torch.uint8)
-    KERNELS[guard](
+    inputs = NormRopeInputs(
         tokens, torch.ones(24, 16), torch.ones(16), torch.ones(24, 512), torch.ones(512), torch.ones(24, 64),
-        torch.ones(64, 64), eps=1e-5, slot_mapping=slots, kv_cache=cache, q_out=q_out, kv_out=kv_out, kpe_out=kpe_out,
+        torch.ones(64, 64), 1e-5, slot_mapping=slots, kv_cache=cache, q_out=q_out, kv_out=kv_out, kpe_out=kpe_out,
     )  # fmt: skip
+    KERNELS[guard](inputs)
     names = {"D": size, "I": interleave, "r": rank, "guard": guard}
     said = computed(page, "[...Array(24).keys()].map(p => dcp.written(p, D, r, I, guard, true))", **names)
     assert [row["query"] for row in said] == (~q_out.isnan()).all(-1).tolist()

@@ -13,15 +13,15 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
-OWNED = "slot_mapping >= 0"
+OWNED = "x.slot_mapping >= 0"
 DEFECTS = {  # name: (page, file, [(corrected line, line with the defect)])
     "query norm": (
         "00_start_here",
         "norm_rope/reference.py",
         [
             (
-                "q_out.copy_(rms_norm(q, q_weight, eps))",
-                f"q_out[{OWNED}] = rms_norm(q, q_weight, eps)[{OWNED}].to(q_out)",
+                "x.q_out.copy_(rms_norm(x.q, x.q_weight, x.eps))",
+                f"x.q_out[{OWNED}] = rms_norm(x.q, x.q_weight, x.eps)[{OWNED}].to(x.q_out)",
             )
         ],
     ),
@@ -37,8 +37,8 @@ DEFECTS = {  # name: (page, file, [(corrected line, line with the defect)])
         "00_start_here",
         "norm_rope/reference.py",
         [
-            ("kv_out.copy_(latent)", f"kv_out[{OWNED}] = latent[{OWNED}].to(kv_out)"),
-            ("kpe_out.copy_(key)", f"kpe_out[{OWNED}] = key[{OWNED}].to(kpe_out)"),
+            ("x.kv_out.copy_(latent)", f"x.kv_out[{OWNED}] = latent[{OWNED}].to(x.kv_out)"),
+            ("x.kpe_out.copy_(key)", f"x.kpe_out[{OWNED}] = key[{OWNED}].to(x.kpe_out)"),
         ],
     ),
     "workspace": (

@@ -9,7 +9,7 @@ import torch
 
 from dcp_fix.base.equality import close, same_bytes
 from dcp_fix.kv_cache import new_index_cache, new_latent_cache
-from dcp_fix.norm_rope import IndexerInputs, fused_norm_rope
+from dcp_fix.norm_rope import IndexerInputs, NormRopeInputs, fused_norm_rope
 from dcp_fix.plugin import put_back
 from dcp_fix.repairs import launcher, repairs
 
@@ -86,13 +86,13 @@ def directly(a, cache_format, kv_out=None, kpe_out=None):
         a.get("indexer_slot_mapping"),
         a.get("index_rope_interleave", False),
     )
-    q_out = fused_norm_rope(
+    inputs = NormRopeInputs(
         a["positions"], a["q_c"], a["q_rms_norm_w"], a["kv_c"], a["kv_rms_norm_w"], a["k_pe"],
         a["k_rope_cos_sin_cache"], eps=1e-6, slot_mapping=a["slot_mapping"], kv_cache=latent,
         cache_format=cache_format, kv_scale=a["mla_k_scale"] if cache_format == "fp8" else None, kv_out=kv_out,
         kpe_out=kpe_out, indexer=indexer or None, topk_indices=topk,
     )  # fmt: skip
-    return q_out, latent, index, topk
+    return fused_norm_rope(inputs), latent, index, topk
 
 
 # --- the launcher -----------------------------------------------------------------------------------------------------

@@ -15,10 +15,10 @@ from datetime import UTC, datetime, timedelta
 
 from dcp_fix import broken, workspace
 from dcp_fix.base import equality
-from dcp_fix.engine.sharded import H200_SMS
 from dcp_fix.ladder import ladder
 from dcp_fix.learn import recorded_runs
 from dcp_fix.tiny import corpus
+from dcp_fix.workspace import H200_SMS
 from tests.records.consistency_real import in_real_ladder
 
 FIRST_YEAR = 2025

@@ -16,7 +16,7 @@ import pytest
 from dcp_fix.base import equality
 from dcp_fix.base.errors import UserError
 from dcp_fix.bench.costs import workspace_peak
-from dcp_fix.engine.checkpoint import Config
+from dcp_fix.engine.config import Config
 from dcp_fix.engine.engine import Generation
 from dcp_fix.ladder import ladder
 from dcp_fix.ladder import report as ladder_report

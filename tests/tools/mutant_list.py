@@ -85,27 +85,27 @@ MUTANTS = [
     # --- the fused kernel's reference ---
     (
         "dcp_fix/norm_rope/reference.py",
-        "q_out.copy_(rms_norm(q, q_weight, eps))",
-        "mine = slice(None) if slot_mapping is None else slot_mapping >= 0; q_out[mine] = rms_norm(q[mine], q_weight, eps)"
-        ".to(q_out.dtype)",
+        "x.q_out.copy_(rms_norm(x.q, x.q_weight, x.eps))",
+        "mine = slice(None) if x.slot_mapping is None else x.slot_mapping >= 0; "
+        "x.q_out[mine] = rms_norm(x.q[mine], x.q_weight, x.eps).to(x.q_out.dtype)",
         NORM_ROPE,
     ),
     (
         "dcp_fix/norm_rope/reference.py",
-        "rows = slice(None) if dense else slot_mapping >= 0",
-        "rows = slot_mapping >= 0",
+        "rows = slice(None) if dense else x.slot_mapping >= 0",
+        "rows = x.slot_mapping >= 0",
         NORM_ROPE,
     ),
     (
         "dcp_fix/norm_rope/reference.py",
-        "interleaved=True)\n        if kv_out",
-        "interleaved=False)\n        if kv_out",
+        "interleaved=True)\n    if x.kv_out",
+        "interleaved=False)\n    if x.kv_out",
         NORM_ROPE,
     ),
     (
         "dcp_fix/norm_rope/reference.py",
-        "            topk_indices[: len(q)] = -1",
-        "            topk_indices[:] = -1",
+        "            x.topk_indices[: len(x.q)] = -1",
+        "            x.topk_indices[:] = -1",
         NORM_ROPE,
     ),
     # --- indexer ---
@@ -150,6 +150,8 @@ MUTANTS = [
         "return out, lse",
         ATTENTION,
     ),
+    ("dcp_fix/combine/reference.py", "lse == math.inf, NEUTRAL[1]", "~(lse < math.inf), NEUTRAL[1]", COMBINE),
+    ("dcp_fix/indexer.py", "return keys.masked_fill_(scores.isnan(), NAN_CANDIDATE)", "return keys", INDEXER),
     # --- workspace ---
     ("dcp_fix/workspace.py", "-(-topk // KEY_BLOCK)))", "topk // KEY_BLOCK))", WORKSPACE),
     ("dcp_fix/workspace.py", "fit // tokens - 1))", "fit // tokens))", WORKSPACE),

@@ -12,7 +12,7 @@ import torch
 
 from dcp_fix import broken, cli, combine
 from dcp_fix.base.errors import UserError
-from dcp_fix.engine.checkpoint import Config
+from dcp_fix.engine.config import Config
 from dcp_fix.engine.engine import Generation
 from dcp_fix.engine.sharded import Ops
 from dcp_fix.ranks import launch
