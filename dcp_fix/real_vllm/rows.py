@@ -25,7 +25,7 @@ class Answer(ladder.Answer):
 
 
 @dataclass(frozen=True)
-class Row(ladder.Row):
+class Row(ladder.LadderRow):
     """One rung, class and way of asking."""
 
     batch: bool = False

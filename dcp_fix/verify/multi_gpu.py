@@ -17,7 +17,6 @@ import json
 import math
 import sys
 import tempfile
-from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -35,7 +34,7 @@ from dcp_fix.engine.model import Model
 from dcp_fix.ladder import ladder
 from dcp_fix.ladder import report as ladder_report
 from dcp_fix.ranks import launch
-from dcp_fix.ranks.group import Group, LocalGroup
+from dcp_fix.ranks.group import LocalGroup
 from dcp_fix.ranks.place import enough_gpus, inside
 from dcp_fix.ranks.torch_group import joined
 from dcp_fix.records.fingerprints import checkpoint_terms, code_terms
@@ -174,7 +173,8 @@ def on_rank(group, plan: Plan, part: str, model: Model, progress) -> dict:
     reports = [verify.report(group, settings, model, group.device, progress) for settings in plan.settings(part)]
     results = {"verify": [verify_report.as_json(report) for report in reports]}
     setup = ladder.Setup(model, group.size, group.size, "previous", group.device)
-    results["ladder"] = ladder_json(climb(group, setup, plan, progress), plan, setup)
+    answers = lambda *asked: ladder.on_rank(group, setup, *asked, progress)  # noqa: E731
+    results["ladder"] = ladder_json(ladder.climb(answers, plan.prompts, plan.classes), plan, setup)
     if part == "processes":
         results["decode"] = decode_times(group, first_prompt(plan), model, group.device)
         tokens = COMBINE_TOKENS[group.device.type]
@@ -190,28 +190,6 @@ def first_prompt(plan: Plan) -> list[int]:
 def ladder_json(rows, plan: Plan, setup: ladder.Setup) -> dict:
     """A ladder for the record."""
     return ladder_report.as_json(rows, plan.prompts, setup, ladder.repaired(rows, plan.prompts))
-
-
-def climb(group: Group, setup: ladder.Setup, plan: Plan, progress: Callable | None) -> list[ladder.Row]:
-    """ladder.run where each process is a rank."""
-    asked = {name: corpus.prompts(name, plan.prompts) for name in plan.classes}
-    rows, reference = [], {}
-    for rung in (ladder.REFERENCE, *ladder.RUNGS):
-        for name in (name for name in asked if rung in (ladder.REFERENCE, *ladder.LONG_RUNGS.get(name, ladder.RUNGS))):
-            generations, failure = rung_answers(group, setup, rung, name, asked[name], progress)
-            reference.setdefault(name, generations)
-            rows.append(ladder.row(rung, name, asked[name], generations, reference[name], failure))
-    return rows
-
-
-def rung_answers(group: Group, setup: ladder.Setup, rung: str, name: str, prompts, progress: Callable | None):
-    """The answers of one rung to one class, or why there are none: every rank plans alike, so all fail or none."""
-    report = (lambda done, total: progress(rung, name, done, total)) if progress else None
-    try:
-        engine = ladder.make_engine(setup, rung, max(len(prompt.ids) for prompt in prompts), group)
-        return [ladder.answer(engine, prompt.ids, corpus.CACHED.get(name, 0), report) for prompt in prompts], None
-    except workspace.WorkspaceError as error:
-        return [], f"workspace: {error}"
 
 
 # --- the table --------------------------------------------------------------------------------------------------------
