@@ -22,6 +22,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from dcp_fix import broken
 from dcp_fix.base import equality
@@ -34,7 +35,7 @@ from dcp_fix.engine.model import Model
 from dcp_fix.engine.shard import check_dcp, check_tp
 from dcp_fix.engine.sharded import Ops
 from dcp_fix.ladder.reference import check_reference
-from dcp_fix.ranks.group import GroupError, LocalGroup
+from dcp_fix.ranks.group import Group, GroupError, LocalGroup
 from dcp_fix.records import records
 from dcp_fix.tiny import corpus
 from dcp_fix.workspace import WorkspaceError
@@ -145,13 +146,20 @@ def check_references(name: str, generations: list[Generation]) -> None:
 
 def generate(setup: Setup, rung: str, name: str, prompts: list, progress: Callable | None = None) -> Answers:
     """One rung's (or DCP1's) answers to the prompts of a class, by fresh engines; or no answers and the reason."""
+    return on_threads(setup.tp, on_rank, setup, rung, name, prompts, progress, device=setup.device)
+
+
+def on_threads(ranks: int, rank: Callable, *values, **options) -> Any:
+    """What rank 0 makes of rank(group, *values) with a thread for each rank. Raises what a rank raised."""
     try:
-        return LocalGroup.run(setup.tp, on_rank, setup, rung, name, prompts, progress, device=setup.device)[0]
+        return LocalGroup.run(ranks, rank, *values, **options)[0]
     except GroupError as error:
         raise error.__cause__ or error from None
 
 
-def on_rank(group, setup: Setup, rung: str, name: str, prompts: list, progress: Callable | None = None) -> Answers:
+def on_rank(
+    group: Group, setup: Setup, rung: str, name: str, prompts: list, progress: Callable | None = None
+) -> Answers:
     """The same of one rank. Every rank plans alike, so a workspace beyond the budget ends them all."""
     report = (lambda done, total: progress(rung, name, done, total)) if progress and group.rank == 0 else None
     engine = make_engine(setup, rung, max(len(prompt.ids) for prompt in prompts), group)
@@ -161,7 +169,7 @@ def on_rank(group, setup: Setup, rung: str, name: str, prompts: list, progress: 
         return [], f"workspace: {error}"
 
 
-def make_engine(setup: Setup, rung: str, longest: int, group) -> Engine:
+def make_engine(setup: Setup, rung: str, longest: int, group: Group) -> Engine:
     """One rank's engine, its scratch memory left behind by another request."""
     dcp, ops = (1, Ops()) if rung == REFERENCE else (setup.dcp, RUNGS[rung])
     engine = Engine(
@@ -173,7 +181,7 @@ def make_engine(setup: Setup, rung: str, longest: int, group) -> Engine:
     return engine
 
 
-def answer(engine: Engine, ids: list[int], cached: int, report=None) -> Generation:
+def answer(engine: Engine, ids: list[int], cached: int, report: Callable | None = None) -> Generation:
     """One greedy answer; its first `cached` tokens, if any, go through the engine as a request of their own first."""
     if cached:
         engine.generate(ids[:cached], 1)
@@ -189,7 +197,7 @@ def row(
     return LadderRow(rung, name, judged, failure)
 
 
-def judge(prompt, generation: Generation, reference: Generation) -> Answer:
+def judge(prompt: corpus.Prompt, generation: Generation, reference: Generation) -> Answer:
     """One generation against the right answer and DCP1's tokens."""
     tokens = generation.tokens
     return Answer(
@@ -218,7 +226,7 @@ def main(
     """Climb the ladder, print each row as it comes, write `json_path`; 0 if the fixes repair what was broken, else 1.
 
     Raises UserError for a damaged checkpoint, sizes that do not divide, a device that is not here, and for `classes`
-    of which one is unknown, stands twice, or none climbs every rung.
+    of which one is unknown or none climbs every rung.
     """
     from dcp_fix.ladder import report as ladder_report
 
@@ -228,7 +236,7 @@ def main(
     keep_freed_memory()
     setup = load(checkpoint or corpus.CHECKPOINT, tp, dcp, stale, device)
     screen = ladder_report.Screen(setup, prompts, silent=to_stdout(json_path))
-    with ladder_report.progress(lines=False) as progress:
+    with ladder_report.progress() as progress:
         rows = run(setup, prompts, classes, progress=progress, shown=screen.row)
     ok = repaired(rows, prompts)
     results = lambda: ladder_report.as_json(rows, prompts, setup, ok)  # noqa: E731
@@ -244,19 +252,17 @@ def keep_freed_memory() -> None:
 
 
 def check_classes(classes: tuple[str, ...]) -> None:
-    """Raise UserError for a class that is unknown or stands twice, or if all of them skip the first rung."""
+    """Raise UserError for a class that is unknown, or if all of them skip the first rung."""
     check_names(classes)
     if set(classes) <= set(LONG_RUNGS):
         raise UserError(f"prompts of {', '.join(classes)} tokens climb the last rungs only; name another class as well")
 
 
 def check_names(classes: Sequence[str]) -> None:
-    """Raise UserError for a class that is unknown or stands twice."""
+    """Raise UserError for a class that is unknown."""
     for name in classes:
         if name not in CLASSES:
             raise UserError(f"prompt class {name!r} is not one of {', '.join(CLASSES)}")
-        if classes.count(name) > 1:
-            raise UserError(f"prompt class {name} stands twice; name each class once")
 
 
 def check_vocabulary(config: Config) -> None:

@@ -28,8 +28,8 @@ MEMORY = {
 
 
 @contextmanager
-def progress(lines: bool = True) -> Iterator[Callable[[str, str, int, int], None]]:
-    """A bar on a terminal, else one line per run if `lines`, on standard error; yields what ladder.run reports to."""
+def progress() -> Iterator[Callable[[str, str, int, int], None]]:
+    """A bar on a terminal, else one line per run, on standard error; yields what ladder.run reports to."""
     console = Console(stderr=True)
     columns = TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn()
     bar = Progress(
@@ -39,7 +39,7 @@ def progress(lines: bool = True) -> Iterator[Callable[[str, str, int, int], None
     task, seen = bar.add_task("loading", total=None), set()
 
     def report(rung: str, prompt_class: str, done: int, total: int) -> None:
-        if lines and (rung, prompt_class) not in seen and not console.is_terminal:
+        if (rung, prompt_class) not in seen and not console.is_terminal:
             print(f"{rung}: {prompt_class} tokens", file=sys.stderr, flush=True)
         seen.add((rung, prompt_class))
         bar.update(task, description=f"{rung:16}  {prompt_class:>9} tokens", completed=done, total=total)

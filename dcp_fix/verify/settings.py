@@ -60,7 +60,7 @@ class Settings:
             raise UserError("--cuda-graphs needs --device cuda, and ranks that do not share a GPU through gloo")
 
     def check_plant(self) -> None:
-        """Raise UserError for a defect that is not in the cabinet or cannot be planted here."""
+        """Raise UserError for a defect that nobody knows or that cannot be planted here."""
         if self.plant not in planted.PLANTS:
             raise UserError(f"no planted defect {self.plant!r}; --plant list names them")
         if self.combine in EXACT or self.cuda_graphs:

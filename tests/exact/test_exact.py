@@ -34,6 +34,7 @@ from dcp_fix.ranks.group import LocalGroup
 from dcp_fix.tiny import corpus
 from dcp_fix.verify import verify
 from tests.checkpoints import random_checkpoint, random_tokens
+from tests.exact.near_tie import near_tie
 from tests.processes import run_ranks
 
 TP, CLASSES, SCALE = 8, 8, 0.07
@@ -378,15 +379,15 @@ def test_the_ordinary_prefix_cache_would_show(model, monkeypatch):
 def test_the_difference_in_numbers_and_a_token_that_flips(model):
     """The ordinary combine: nearly every logit has other bits, and on a near tie another token is chosen."""
     prompt = PROMPTS[1]
-    rows = {(row.combine, row.dcp): row for row in exact_compare.compare(model, prompt, 4, dcp=(1, 8))}
-    ordinary, same_bits = rows["a2a", 8], rows["exact", 8]
-    assert ordinary.differing > 0.5 and ordinary.furthest > 1
-    assert (same_bits.differing, same_bits.furthest, same_bits.first_token) == (0, 0, None)
-    runs = [exact_compare.answer(model, prompt, 4, TP, size, "a2a") for size in (1, 8)]
-    tied, step = exact_compare.near_tie(model, *runs)
-    rows = {(row.combine, row.dcp): row for row in exact_compare.compare(tied, prompt, step + 1, dcp=(1, 8))}
-    assert rows["a2a", 8].first_token == step and rows["exact", 8].first_token is None
-    assert rows["exact", 8].digests == rows["exact", 1].digests
+    answer = exact_compare.answer
+    ordinary = [answer(model, prompt, 4, TP, size, "a2a") for size in (1, 8)]
+    apart = exact_compare.bits("a2a", 8, *reversed(ordinary)).ulps
+    assert (apart > 0).float().mean() > 0.5 and apart.max() > 1
+    tied, step = near_tie(model, *ordinary)
+    for method, parted in (("a2a", step), ("exact", None)):
+        runs = [answer(tied, prompt, step + 1, TP, size, method) for size in (8, 1)]
+        assert exact_compare.bits(method, 8, *runs).first_token == parted
+        assert (runs[0].digests == runs[1].digests) is (method == "exact")
 
 
 def test_only_equal_bits_are_no_distance_apart():
@@ -395,7 +396,6 @@ def test_only_equal_bits_are_no_distance_apart():
     got = exact_compare.ulps_of(a, b)
     assert got[:2].tolist() == [0.0, 1.0] and 0 < got[2] < 1e-30
     assert got[3:].tolist() == [0.0, float("inf"), float("inf")]
-    assert exact_compare.Bits("a2a", 2, [], [], got, None).differing == pytest.approx(4 / 6)
 
 
 @pytest.mark.parametrize("length", [1, 64, 700, 8192])
@@ -449,9 +449,3 @@ def test_the_command_passes_exact_and_logits_on(monkeypatch):
     with pytest.raises(SystemExit):
         cli.main()
     assert calls == [verify.Settings(tp=8, dcp=SIZES, combine="exact", logits=True)]
-
-
-def test_no_near_tie_without_other_bits(model):
-    run = exact_compare.answer(model, PROMPTS[0], 2, 1, 1, "a2a")
-    with pytest.raises(ValueError, match="take a longer answer"):
-        exact_compare.near_tie(model, run, run)
