@@ -17,7 +17,6 @@ reported but measures nothing: a better rung may repeat itself more.
 It does not: time anything, or decide how the outputs look inside the model (notebooks do).
 """
 
-import ctypes
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -54,7 +53,6 @@ CLASSES = tuple(corpus.CLASSES)
 LONG_RUNGS = {"8192": ("+K rows", "+workspace")}  # classes that only climb the last rungs: slow on a CPU
 NEW_TOKENS = 24
 BUDGET = GIB  # bytes for the split-KV workspace
-M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of malloc.h
 OTHER_SEED, OTHER_TOKENS = 1, 256  # the request whose rows lie in the scratch memory: of another seed than the prompts
 
 
@@ -233,7 +231,6 @@ def main(
     if dcp == 1:
         raise UserError("a DCP size of 1 is what the ladder compares with: choose another divisor of the TP size")
     check_classes(classes)
-    keep_freed_memory()
     setup = load(checkpoint or corpus.CHECKPOINT, tp, dcp, stale, device)
     screen = ladder_report.Screen(setup, prompts, silent=to_stdout(json_path))
     with ladder_report.progress() as progress:
@@ -242,13 +239,6 @@ def main(
     results = lambda: ladder_report.as_json(rows, prompts, setup, ok)  # noqa: E731
     records.deliver_record(json_path, results, screen.end, rows, ok)
     return 0 if ok else DIFFERS
-
-
-def keep_freed_memory() -> None:
-    """Let glibc keep what is freed: else a tenth of the time goes into having the same pages cleared again."""
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # other C libraries have none
-    for option in (M_MMAP_THRESHOLD, M_TRIM_THRESHOLD) if mallopt else ():
-        mallopt(option, GIB)
 
 
 def check_classes(classes: tuple[str, ...]) -> None:

@@ -149,7 +149,11 @@ def main(
             raise UserError(f"--procs {procs} with --tp {settings.tp}: a process is a rank; give both the same number")
         if settings.device == "cuda":
             enough_gpus(procs, settings.share_gpus)
+        elif settings.share_gpus:
+            raise UserError("--share-gpus needs --device cuda")
         return launch.launch([sys.executable, "-m", "dcp_fix", *sys.argv[1:]], procs)
+    if settings.share_gpus:
+        raise UserError("--share-gpus is for processes, --procs; threads share one device anyway")
     return finish(as_threads(settings, timeout), 0, record_path)
 
 

@@ -7,6 +7,7 @@ pytest.importorskip("triton")
 from dcp_fix.base.errors import UserError
 from dcp_fix.bench import kernel_bench, kernel_cases
 from dcp_fix.bench.kernel_bench import Ceilings, KernelTime, measure
+from dcp_fix.bench.upstream import NORM_ROPE, Pieces
 
 pytestmark = [
     pytest.mark.timeout(120),
@@ -105,3 +106,20 @@ def test_unknown_works_and_folders_without_vllm_are_refused(monkeypatch, tmp_pat
         kernel_bench.main(("norm", "sort"), None, None)
     with pytest.raises(UserError, match="holds no folder vllm"):
         kernel_bench.main(("norm",), tmp_path, None)
+
+
+@pytest.mark.parametrize(
+    "source, said",
+    [
+        ("import sys; sys.exit(0)", "cannot be executed .SystemExit: 0."),
+        ("raise KeyError('x')", "cannot be executed .KeyError: 'x'."),
+        ("def fused(", "cannot be executed .SyntaxError"),
+        ("x = 1", "has no fused_norm_rope"),
+    ],
+)
+def test_a_vllm_whose_module_is_no_help_is_refused(tmp_path, source, said):
+    file = tmp_path / NORM_ROPE
+    file.parent.mkdir(parents=True)
+    file.write_text(source)
+    with pytest.raises(UserError, match=f"kernels.py: {said}"):
+        Pieces(tmp_path).norm_rope()
