@@ -5,6 +5,7 @@ exit status 2; Ctrl-C and SIGTERM end everything that was begun; anything else u
 shown with its traceback and status 70, since 1 means "different" or "a defect" (errors.py).
 """
 
+import ctypes
 import math
 import os
 import sys
@@ -30,6 +31,7 @@ MOST_RANKS = 1024
 MOST_SECONDS = 86400.0
 MOST_TOKENS = 1 << 20  # of requests that decode together
 MOST_CONTEXT = 1 << 24
+M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of malloc.h
 
 app = typer.Typer(
     name="dcp-fix",
@@ -38,6 +40,8 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+bench = typer.Typer(help="Time it: exact mode, the kernels, packing in real vLLM.")
+app.add_typer(bench, name="bench")
 ClickError = typer.BadParameter.__mro__[2]  # of all mistakes in arguments; typer does not export it
 
 
@@ -63,7 +67,8 @@ def run(arguments: list[str]) -> int:
         say(error)
         return USER_ERROR
     except ClickError as error:
-        say(f"{error.format_message()} See dcp-fix {named_command(arguments)}--help.")
+        context = getattr(error, "ctx", None)
+        say(f"{error.format_message()} See {context.command_path if context else 'dcp-fix'} --help.")
         return USER_ERROR
     except BrokenPipeError:
         to_nowhere(sys.stdout)
@@ -82,12 +87,6 @@ def say(error: object) -> None:
     """An error on standard error, a line for each that it names, nothing of it able to move the cursor."""
     for line in shown_lines(error).split("\n"):
         print(f"error: {line}", file=sys.stderr)
-
-
-def named_command(arguments: list[str]) -> str:
-    """The command among the arguments, with a blank, or nothing."""
-    known = {name.replace("_", "-") for name in typer.main.get_command(app).commands}
-    return next((f"{word} " for word in arguments if word in known), "")
 
 
 def out_of_memory(error: Exception) -> bool:
@@ -110,14 +109,25 @@ def show_version(wanted: bool) -> None:
 
 
 def writable(path: Path | None) -> Path | None:
-    """Refuse an output file that could not be written: better at the door than after the run."""
+    """Refuse an output file that could not be written, and what could not stand in it, before the run."""
     output.check(path)
     told = os.environ.get("DCP_FIX_COMMIT", "").removesuffix("-dirty")
     if path is not None and told and not (len(told) == 40 and set(told) <= set("0123456789abcdef")):
         raise UserError(
             f"DCP_FIX_COMMIT is {shown(told)}; allowed: a commit of 40 hexadecimal digits, or -dirty after it"
         )
+    undecoded = [word for word in sys.argv[1:] if any("\ud800" <= letter <= "\udfff" for letter in word)]
+    if path is not None and undecoded:
+        raise UserError(f"argument {shown(undecoded[0])}: is not UTF-8, and a record names its command; rename it")
     return path
+
+
+def folder(path: str) -> Path:
+    """A folder to write into, which is there or can be made."""
+    if not path:
+        raise typer.BadParameter("'' is no folder; . is the one where you are.")
+    output.check_folder(Path(path))
+    return Path(path)
 
 
 def finite(seconds: float | None) -> float | None:
@@ -127,11 +137,49 @@ def finite(seconds: float | None) -> float | None:
     return seconds
 
 
+def names(text: str) -> tuple[str, ...]:
+    """A list such as 512,1536, in which nothing is empty or stands twice."""
+    found = tuple(part.strip() for part in text.split(","))
+    for name in found:
+        if not name or found.count(name) > 1:
+            wrong = f"'{shown(name)}' stands twice" if name else "a name is empty"
+            raise typer.BadParameter(f"'{shown(text)}': {wrong}.")
+    return found
+
+
+def numbers(text: str, most: int = MOST_RANKS) -> tuple[int, ...]:
+    """A list such as 1,2,4, of at most 64 numbers from 1 to `most`."""
+    parts = text.split(",")
+    if not all(part.strip().isascii() and part.strip().isdecimal() and len(part) < 20 for part in parts):
+        raise typer.BadParameter(f"'{shown(text)}' is no list of numbers such as 1,2,4.")
+    found = tuple(map(int, parts))
+    if len(found) > 64 or not 1 <= min(found) <= max(found) <= most:
+        raise typer.BadParameter(f"'{shown(text)}': 64 numbers at most; each must be at least 1, at most {most}.")
+    return found
+
+
+def refuse(context: typer.Context, options: tuple[str, ...], why: str) -> None:
+    """Refuse those of the options that were given, where they would do nothing."""
+    given = [name for name in options if context.get_parameter_source(name).name == "COMMANDLINE"]
+    if given:
+        said = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+        raise typer.BadParameter(f"{said}: no meaning with {why}.", context)
+
+
 Output = Annotated[
     Path | None, typer.Option(callback=writable, help="Write the evidence to this file; - is standard output.")
 ]
 Prompts = Annotated[int, typer.Option(min=1, max=MOST_PROMPTS, help="Prompts in each class.")]
+Classes = Annotated[str, typer.Option(help="Prompt classes.")]
+CLASSES = "512,1536,1024+1536,8192"
 Tp = Annotated[int, typer.Option(min=1, max=MOST_RANKS, help="Tensor-parallel size: the number of ranks.")]
+Dcp = Annotated[
+    int, typer.Option(min=1, max=MOST_RANKS, help="Decode-context-parallel size above 1, a divisor of --tp.")
+]
+Device = Annotated[str, typer.Option(help="cpu, or cuda for the Triton kernels.")]
+Checkpoint = Annotated[
+    Path | None, typer.Option(help="Checkpoint folder made by `dcp-fix train`; without it, the packaged one.")
+]
 
 
 @app.callback()
@@ -150,83 +198,76 @@ def reproduce(
         Literal["zeros", "noise", "previous"],
         typer.Option(help="What unwritten memory holds: zeros, noise, or another request's rows."),
     ] = "previous",
-    classes: Annotated[str, typer.Option(help="Prompt classes.")] = "512,1536,1024+1536,8192",
+    classes: Classes = CLASSES,
     json: Output = None,
     tp: Tp = 4,
-    dcp: Annotated[
-        int, typer.Option(min=1, max=MOST_RANKS, help="Decode-context-parallel size, a divisor of --tp.")
-    ] = 4,
-    device: Annotated[str, typer.Option(help="cpu, or cuda for the Triton kernels.")] = "cpu",
-    checkpoint: Annotated[
-        Path | None, typer.Option(help="Checkpoint folder made by `dcp-fix train`; without it, the packaged one.")
-    ] = None,
-    engine: Annotated[Literal["own", "vllm"], typer.Option(help="own, or the installed vLLM, on GPUs.")] = "own",
-    model: Annotated[str | None, typer.Option(help="vllm: another GLM-5 or DeepSeek-V3.2, by folder or name.")] = None,
-    put_back: Annotated[
-        str | None,
-        typer.Option(help="vllm: defects to put back, all and then one fewer: query-norm,combine-routing,k-rows."),
-    ] = None,
-    rungs: Annotated[
-        str | None,
-        typer.Option(help="vllm: dcp1, installed, workaround, plugin, or defects such as query-norm+k-rows."),
-    ] = None,
-    one_batch: Annotated[bool, typer.Option("--one-batch", help="vllm: ask all prompts at once as well.")] = False,
-    cuda_graphs: Annotated[bool, typer.Option("--cuda-graphs", help="vllm: compile and use CUDA graphs.")] = False,
-    pcp: Annotated[int | None, typer.Option(min=1, help="vllm: prefill-context-parallel size.")] = None,
-    llm: Annotated[list[str] | None, typer.Option(help="vllm: an argument of `LLM`, key=value (repeatable).")] = None,
-    timeout: Annotated[
-        float | None,
-        typer.Option(min=1.0, max=MOST_SECONDS, callback=finite, help="vllm: seconds for one rung (600)."),
-    ] = None,
-    logs: Annotated[Path | None, typer.Option(file_okay=False, help="vllm: folder for vLLM's logs.")] = None,
-    resume: Annotated[Path | None, typer.Option(help="vllm: take over the rungs of this record.")] = None,
+    dcp: Dcp = 4,
+    device: Device = "cpu",
+    checkpoint: Checkpoint = None,
 ) -> None:
     """Climb the repair ladder: unpatched, +query norm, +combine routing, +K rows, +workspace.
 
     Exit status 0 only if the last rung equals DCP1 in every prompt class and the first does not.
-
-    With --engine vllm in the installed vLLM on GPUs: as installed, defects put back, with the plugin.
     """
-    given = {"model": model, "put_back": put_back, "rungs": rungs, "one_batch": one_batch, "cuda_graphs": cuda_graphs}
-    given |= {"pcp": pcp, "llm": llm, "timeout": timeout, "logs": logs, "resume": resume}
-    if engine == "vllm":
-        from dcp_fix.real_vllm import real_ladder
-
-        refuse({"stale": stale != "previous", "device": device != "cpu"}, "have no meaning with --engine vllm")
-        shared = {"tp": tp, "dcp": dcp, "checkpoint": checkpoint, "prompts": prompts, "classes": classes}
-        raise typer.Exit(real_ladder.from_options(json_path=json, **shared, **given))
-    refuse(given, "need --engine vllm")
+    keep_freed_memory()
     from dcp_fix.ladder import ladder
 
-    options = {"tp": tp, "dcp": dcp, "device": device, "checkpoint": checkpoint, "classes": tuple(classes.split(","))}
+    options = {"tp": tp, "dcp": dcp, "device": device, "checkpoint": checkpoint, "classes": names(classes)}
     raise typer.Exit(ladder.main(prompts=prompts, stale=stale, json_path=json, **options))
 
 
-def refuse(given: dict, why: str) -> None:
-    """Refuse the options that were given, where they would do nothing."""
-    names = [f"--{name.replace('_', '-')}" for name, value in given.items() if value]
-    if names:
-        raise typer.BadParameter(f"{', '.join(names)} {why}.")
+def keep_freed_memory() -> None:
+    """Let glibc keep what is freed: else a tenth of the time goes into having the same pages cleared again."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # other C libraries have none
+    for option in (M_MMAP_THRESHOLD, M_TRIM_THRESHOLD) if mallopt else ():
+        mallopt(option, 1 << 30)
 
 
-def numbers(text: str, most: int = MOST_RANKS) -> tuple[int, ...]:
-    """A list such as 1,2,4, of at most 64 numbers from 1 to `most`."""
-    parts = text.split(",")
-    if not all(part.strip().isascii() and part.strip().isdecimal() and len(part) < 20 for part in parts):
-        raise typer.BadParameter(f"'{shown(text)}' is no list of numbers such as 1,2,4.")
-    found = tuple(map(int, parts))
-    if len(found) > 64 or not 1 <= min(found) <= max(found) <= most:
-        raise typer.BadParameter(f"'{shown(text)}': 64 numbers at most; each must be at least 1, at most {most}.")
-    return found
+@app.command()
+def reproduce_vllm(
+    prompts: Prompts = 1,
+    classes: Classes = CLASSES,
+    json: Output = None,
+    tp: Tp = 4,
+    dcp: Dcp = 4,
+    checkpoint: Checkpoint = None,
+    model: Annotated[str | None, typer.Option(help="Another GLM-5 or DeepSeek-V3.2, by folder or name.")] = None,
+    put_back: Annotated[
+        str | None,
+        typer.Option(help="Defects to put back, all and then one fewer: query-norm,combine-routing,k-rows."),
+    ] = None,
+    rungs: Annotated[
+        str | None, typer.Option(help="dcp1, installed, workaround, plugin, or defects such as query-norm+k-rows.")
+    ] = None,
+    one_batch: Annotated[bool, typer.Option("--one-batch", help="Ask all prompts at once as well.")] = False,
+    cuda_graphs: Annotated[bool, typer.Option("--cuda-graphs", help="Compile and use CUDA graphs.")] = False,
+    pcp: Annotated[int | None, typer.Option(min=1, help="Prefill-context-parallel size.")] = None,
+    llm: Annotated[list[str] | None, typer.Option(help="An argument of `LLM`, key=value (repeatable).")] = None,
+    timeout: Annotated[
+        float | None, typer.Option(min=1.0, max=MOST_SECONDS, callback=finite, help="Seconds for one rung (600).")
+    ] = None,
+    logs: Annotated[
+        Path | None, typer.Option(parser=folder, metavar="DIRECTORY", help="Folder for vLLM's logs.")
+    ] = None,
+    resume: Annotated[Path | None, typer.Option(help="Take over the rungs of this record.")] = None,
+) -> None:
+    """The same ladder in the installed vLLM, on GPUs: as installed, defects put back, with the plugin."""
+    from dcp_fix.real_vllm import real_ladder
+
+    asked = {"tp": tp, "dcp": dcp, "checkpoint": checkpoint, "prompts": prompts, "classes": ",".join(names(classes))}
+    asked |= {"model": model, "put_back": put_back, "rungs": rungs, "one_batch": one_batch, "cuda_graphs": cuda_graphs}
+    asked |= {"pcp": pcp, "llm": llm, "timeout": timeout, "logs": logs, "resume": resume}
+    raise typer.Exit(real_ladder.from_options(json_path=json, **asked))
 
 
 @app.command()
 def verify(
+    context: typer.Context,
     tp: Tp = 4,
     dcp: Annotated[
         str, typer.Option(help="DCP sizes to compare, divisors of --tp; the first is the reference.")
     ] = "1,2,4",
-    classes: Annotated[str, typer.Option(help="Prompt classes.")] = "512,1536,1024+1536,8192",
+    classes: Classes = CLASSES,
     prompts: Prompts = 1,
     combine: Annotated[
         str,
@@ -240,7 +281,7 @@ def verify(
             "--logits", help="Demand identical logits, as exact does unasked, and print a digest for every step."
         ),
     ] = False,
-    device: Annotated[str, typer.Option(help="cpu, or cuda for the Triton kernels.")] = "cpu",
+    device: Device = "cpu",
     procs: Annotated[
         int | None,
         typer.Option(
@@ -249,25 +290,24 @@ def verify(
     ] = None,
     cuda_graphs: Annotated[bool, typer.Option("--cuda-graphs", help="Record decode steps as CUDA graphs.")] = False,
     share_gpus: Annotated[
-        bool, typer.Option("--share-gpus", help="Allow more ranks than GPUs; collectives then go over gloo.")
+        bool, typer.Option("--share-gpus", help="Allow more processes than GPUs; collectives then go over gloo.")
     ] = False,
     timeout: Annotated[
         float,
         typer.Option(min=1.0, max=MOST_SECONDS, callback=finite, help="Seconds that a rank may lag behind the others."),
     ] = 300.0,
     record: Output = None,
-    checkpoint: Annotated[
-        Path | None, typer.Option(help="Checkpoint folder made by `dcp-fix train`; without it, the packaged one.")
-    ] = None,
+    checkpoint: Checkpoint = None,
     passes: Annotated[
         str, typer.Option(help="free: each size answers by itself; forced: every sublayer on DCP1's input.")
     ] = "free,forced",
     plant: Annotated[
-        str | None, typer.Option(help="Run with a planted defect at every size but the first; `list` names them.")
+        str | None,
+        typer.Option(
+            help="Plant a defect at every size but the first; `list` names them, `all` runs healthy configurations "
+            "and then each defect, forced."
+        ),
     ] = None,
-    cabinet: Annotated[
-        bool, typer.Option("--cabinet", help="Forced pass of every healthy configuration, then every planted defect.")
-    ] = False,
 ) -> None:
     """Check that every DCP size gives the same answer, token by token and step by step on DCP1's input.
 
@@ -278,21 +318,23 @@ def verify(
 
     Exit status: 0 the same, 1 different, 2 bad input, 3 a rank that another one's failure stopped, else see --help.
     """
-    from dcp_fix.verify import all_planted as planted_defects
+    if plant == "list":
+        refuse(context, tuple(name for name in context.params if name != "plant"), "--plant list")
+    if plant == "all":
+        unused = ("prompts", "combine", "logits", "procs", "cuda_graphs", "share_gpus", "passes")
+        refuse(context, unused, "--plant all, which runs the forced pass of ag_rs and a2a on threads")
+    from dcp_fix.verify import all_planted
     from dcp_fix.verify import verify as verification
 
     if plant == "list":
-        typer.echo(planted_defects.listing())
+        typer.echo(all_planted.listing())
         raise typer.Exit
     settings = {"tp": tp, "prompts": prompts, "combine": combine, "device": device, "cuda_graphs": cuda_graphs}
-    settings |= {"logits": logits, "dcp": numbers(dcp), "classes": tuple(classes.split(",")), "share_gpus": share_gpus}
-    settings |= {"passes": tuple(passes.split(",")), "plant": plant} | (
-        {"checkpoint": checkpoint} if checkpoint else {}
-    )
-    asked = verification.Settings(**settings)
-    if cabinet:
-        raise typer.Exit(planted_defects.main(asked, record, timeout))
-    raise typer.Exit(verification.main(asked, procs, timeout, record))
+    settings |= {"logits": logits, "dcp": numbers(dcp), "classes": names(classes), "share_gpus": share_gpus}
+    settings |= {"passes": names(passes)} | ({"checkpoint": checkpoint} if checkpoint else {})
+    if plant == "all":
+        raise typer.Exit(all_planted.main(verification.Settings(**settings), record, timeout))
+    raise typer.Exit(verification.main(verification.Settings(**settings, plant=plant), procs, timeout, record))
 
 
 @app.command()
@@ -302,7 +344,7 @@ def multi_gpu(
         int | None,
         typer.Option(min=1, max=MOST_RANKS, help="Processes, a power of two; without it, as many as there are GPUs."),
     ] = None,
-    classes: Annotated[str, typer.Option(help="Prompt classes.")] = "512,1536,1024+1536,8192",
+    classes: Classes = CLASSES,
     prompts: Prompts = 1,
     record: Output = None,
     part: Annotated[str | None, typer.Option(hidden=True)] = None,
@@ -314,7 +356,7 @@ def multi_gpu(
     """
     from dcp_fix.verify import multi_gpu as script
 
-    plan = script.Plan(device, ranks or script.most_ranks(device), tuple(classes.split(",")), prompts)
+    plan = script.Plan(device, ranks or script.most_ranks(device), names(classes), prompts)
     raise typer.Exit(script.main(plan, record, part, out))
 
 
@@ -373,8 +415,8 @@ def compare(
     raise typer.Exit(comparison.main(a, b, json, timeout, save, pairs))
 
 
-@app.command()
-def bench(
+@bench.command("exact")
+def bench_exact(
     device: Annotated[str, typer.Option(help="cuda, or cpu to try it.")] = "cuda",
     tokens: Annotated[str, typer.Option(help="Requests that decode together.")] = "1,8,32,128",
     contexts: Annotated[str, typer.Option(help="Tokens that each request has cached.")] = "8192,65536",
@@ -383,46 +425,50 @@ def bench(
         int, typer.Option(min=1, max=MOST_RANKS, help="Tensor-parallel size, over which 64 heads are shared.")
     ] = 4,
     topk: Annotated[int, typer.Option(min=1, max=MOST_CONTEXT, help="Selected keys of a token.")] = 2048,
-    kernels: Annotated[bool, typer.Option("--kernels", help="Time our kernels by themselves instead.")] = False,
-    works: Annotated[str, typer.Option(help="With --kernels: which of them.")] = "launch,norm,combine,attend",
-    against: Annotated[
-        Path | None,
-        typer.Option(
-            exists=True, file_okay=False, help="With --kernels: a folder with an unpacked or installed vLLM, to beat."
-        ),
-    ] = None,
-    json: Annotated[bool, typer.Option("--json", help="With --kernels: print JSON instead of a table.")] = False,
-    pack: Annotated[bool, typer.Option("--pack", help="Time the installed vLLM with DCP_FIX_PACK=1 instead.")] = False,
-    llm: Annotated[list[str] | None, typer.Option(help="With --pack: key=value, an argument of vLLM's `LLM`.")] = None,
     record: Output = None,
 ) -> None:
-    """Time one rank's decode attention, ordinary and exact, and count the bytes that it sends.
-
-    With --kernels: the kernels beside those of a vLLM, each checked against fp64 before it is timed. With --pack: real
-    vLLM on --tp GPUs, with ids packed for FlashMLA and as installed.
-    """
-    if pack:
-        from dcp_fix.real_vllm import pack_bench
-
-        raise typer.Exit(pack_bench.from_options(tp, numbers(dcp), llm or [], record))
-    if kernels or against or json:
-        from dcp_fix.bench import kernel_bench
-
-        raise typer.Exit(kernel_bench.main(tuple(works.split(",")), against, json, record))
-    from dcp_fix.bench import exact_cost as benchmark
+    """Time one rank's decode attention, ordinary and exact, and count the bytes that it sends."""
+    from dcp_fix.bench import exact_cost
 
     sizes = (numbers(tokens, MOST_TOKENS), numbers(contexts, MOST_CONTEXT), numbers(dcp))
-    raise typer.Exit(benchmark.main(device, *sizes, tp, topk=topk, record_path=record))
+    raise typer.Exit(exact_cost.main(device, *sizes, tp, topk=topk, record_path=record))
+
+
+@bench.command("kernels")
+def bench_kernels(
+    works: Annotated[str, typer.Option(help="Which of them.")] = "launch,norm,combine,attend",
+    against: Annotated[
+        Path | None,
+        typer.Option(exists=True, file_okay=False, help="A folder with an unpacked or installed vLLM, to beat."),
+    ] = None,
+    record: Output = None,
+) -> None:
+    """Time the kernels on a GPU, each right by fp64 first, beside those of a vLLM."""
+    from dcp_fix.bench import kernel_bench
+
+    raise typer.Exit(kernel_bench.main(names(works), against, record))
+
+
+@bench.command("pack")
+def bench_pack(
+    tp: Tp = 2,
+    dcp: Dcp = 2,
+    llm: Annotated[list[str] | None, typer.Option(help="An argument of vLLM's `LLM`, key=value (repeatable).")] = None,
+    record: Output = None,
+) -> None:
+    """Time the installed vLLM on --tp GPUs with ids packed for FlashMLA, DCP_FIX_PACK=1, and as installed."""
+    from dcp_fix.real_vllm import pack_bench
+
+    raise typer.Exit(pack_bench.from_options(tp, (dcp,), llm or [], record))
 
 
 @app.command()
 def train(
-    out: Annotated[Path, typer.Argument(file_okay=False, help="Folder for config, weights and tokenizer.")],
+    out: Annotated[Path, typer.Argument(parser=folder, help="Folder for config, weights and tokenizer.")],
     seed: Annotated[int, typer.Option(min=0, max=(1 << 63) - 1, help="Seed of the weights and of the texts.")] = 0,
     device: Annotated[str | None, typer.Option(help="cpu or cuda; without it, a GPU where there is one.")] = None,
 ) -> None:
     """Train the small GLM-DSA checkpoint anew and score it on held-out questions."""
-    output.check_folder(out)
     from dcp_fix.tiny import train as training
 
     raise typer.Exit(training.main(out, seed=seed, device=device))

@@ -56,18 +56,37 @@ def combine_time(group, method: str, tokens: int) -> dict:
     out = torch.randn(tokens, HEADS, LATENT, generator=generator, device=group.device)
     lse = torch.randn(tokens, HEADS, generator=generator, device=group.device)
     manager = CombineManager(group, method)
-    times = [timed(lambda: manager.combine(out, lse), group.device) for _ in range(WARM_UP + REPEATS)][WARM_UP:]
+    times = [seconds(lambda: manager.combine(out, lse), group.device) for _ in range(WARM_UP + REPEATS)][WARM_UP:]
     return {"method": method, "tokens": tokens, "heads": HEADS, "ms": round(statistics.median(times) * 1e3, 4)}
 
 
-def timed(fn: Callable, device: torch.device) -> float:
-    """Seconds until the device has done it."""
+def seconds(call: Callable, device: torch.device) -> float:
+    """Until the device has done it."""
     synchronize = torch.cuda.synchronize if device.type == "cuda" else lambda: None
     synchronize()
     began = time.perf_counter()
-    fn()
+    call()
     synchronize()
     return time.perf_counter() - began
+
+
+def replays(call: Callable, repeats: int = REPEATS) -> list[float]:
+    """Milliseconds of each replay of the CUDA graph of `call`, after WARM_UP others, between events."""
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        call()
+        call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        call()
+    events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(WARM_UP + repeats)]
+    for begin, end in events:
+        begin.record()
+        graph.replay()
+        end.record()
+    torch.cuda.synchronize()
+    return [begin.elapsed_time(end) for begin, end in events[WARM_UP:]]
 
 
 def workspace_peak(tokens: int, device: torch.device) -> dict:

@@ -1,6 +1,6 @@
 """What exact mode costs: one rank's share of a layer's decode attention, ordinary and exact, side by side.
 
-    dcp-fix bench --record FILE          on a GPU;  --device cpu runs the same code with sizes to match
+    dcp-fix bench exact --record FILE    on a GPU;  --device cpu runs the same code with sizes to match
 
 A step is what the engine does between absorbed queries and attention output: query gather, own slots of the selected
 ids, partial attention, combine. T requests of `context` tokens decode one token each, and every request has a cache of
@@ -10,15 +10,11 @@ others is a copy of what this rank sends. So times hold all computation and loca
 one rank sends. On a GPU the step is replayed as a CUDA graph, as real decoding does. Sizes of GLM-5.2: 64 heads over
 TP4, 2048 selected keys, fp8_ds_mla.
 
-`attend` alone is the part in which the two modes compete with the same means; the ordinary combine is written in torch
-and the exact one is a kernel.
-
 It does not: measure a network, a whole model or another system's kernels.
 """
 
 import statistics
 import sys
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -31,6 +27,7 @@ from rich.table import Table
 from dcp_fix import exact, workspace
 from dcp_fix.attention import sparse_partial
 from dcp_fix.base.errors import UserError
+from dcp_fix.bench import costs
 from dcp_fix.combine import CombineManager, attend_routed
 from dcp_fix.engine import exact_attention
 from dcp_fix.engine.engine import resolve_device
@@ -42,7 +39,7 @@ from dcp_fix.records.records import deliver_record
 
 FORMAT = "fp8_ds_mla"
 SCALE = 192**-0.5  # of GLM-5.2's heads: 128 + 64
-WARM_UP, REPEATS = 3, 20
+REPEATS = 20
 WIDTH = 160  # of the table where no terminal says otherwise: no number is cut
 
 
@@ -159,35 +156,12 @@ def inputs(size: Size, device: torch.device):
     return q, cache, torch.stack(picked).sort(1)[0].int(), offset
 
 
-def median_ms(fn: Callable, device: torch.device) -> float:
-    """Median milliseconds: on a GPU of a graph's replay, between events; else of calls."""
-    for _ in range(WARM_UP):
-        fn()
-    times = graph_times(fn) if device.type == "cuda" else [seconds(fn) * 1e3 for _ in range(REPEATS)]
-    return round(statistics.median(times), 5)
-
-
-def graph_times(fn: Callable) -> list[float]:
-    """Milliseconds of each replay."""
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        fn()
-    graph.replay()
-    events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(REPEATS)]
-    for begin, end in events:
-        begin.record()
-        graph.replay()
-        end.record()
-    torch.cuda.synchronize()
-    return [begin.elapsed_time(end) for begin, end in events]
-
-
-def seconds(fn: Callable) -> float:
-    """One call."""
-    began = time.perf_counter()
-    fn()
-    return time.perf_counter() - began
+def median_ms(call: Callable, device: torch.device) -> float:
+    """Median milliseconds: on a GPU of a graph's replay; else of calls."""
+    if device.type == "cuda":
+        return round(statistics.median(costs.replays(call)), 5)
+    times = [costs.seconds(call, device) * 1e3 for _ in range(costs.WARM_UP + REPEATS)]
+    return round(statistics.median(times[costs.WARM_UP :]), 5)
 
 
 def table(results: list[Result]) -> Table:

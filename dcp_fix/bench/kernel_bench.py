@@ -1,6 +1,6 @@
 """Our kernels beside those that ship: right first, then how long each takes, and how far that is from the floor.
 
-    dcp-fix bench --kernels --against site-packages --record FILE        on a GPU
+    dcp-fix bench kernels --against site-packages --record FILE        on a GPU
 
 Three works, in the sizes of GLM-5.2 (kernel_cases.py): fused norm and RoPE, the local parts of the combine, the sparse
 partial. Every contender first computes from fresh random inputs into memory that holds NaN (torch fills what it
@@ -14,7 +14,6 @@ in the L2 cache only, and not the start of a graph is timed; the median and the 
 It does not: measure a wire or a model (exact_cost.py has the step), or time what is wrong.
 """
 
-import json
 import statistics
 import time
 from collections.abc import Callable, Iterable
@@ -28,21 +27,19 @@ from rich.progress import track
 from rich.table import Table
 
 from dcp_fix.base.errors import UserError
-from dcp_fix.bench.kernel_cases import WORKS, Case
+from dcp_fix.bench.costs import REPEATS, replays
+from dcp_fix.bench.kernel_cases import WORKS, KernelCase
 from dcp_fix.bench.upstream import Pieces
 from dcp_fix.records.records import deliver_record
 
-REPEATS = 20
-CALLS, LONG_US = (
-    32,
-    20.0,
-)  # in one replay, or starting a graph is what is timed; of a work whose floor is that long, 1 a set
+CALLS = 32  # in one replay, or starting a graph is what is timed
+LONG_US = 20.0  # a work whose floor is that long is called once for each set of inputs
 LAUNCHES, WARM_UP = 300, 30  # from Python
 COPY_BYTES, PRODUCT = 1 << 32, 8192  # of the two ceilings
 
 
 @dataclass(frozen=True)
-class Row:
+class KernelTime:
     """One contender at one size. Times in microseconds; `error` and `allowed` as the case says."""
 
     work: str
@@ -63,7 +60,7 @@ class Ceilings:
     bytes: float
     flops: float
 
-    def floor_us(self, case: Case) -> float:
+    def floor_us(self, case: KernelCase) -> float:
         return round(1e6 * max(case.bytes / self.bytes, case.flops / self.flops), 3)
 
 
@@ -71,14 +68,14 @@ def ceilings() -> Ceilings:
     """Measured here and now, by medians."""
     source = torch.empty(COPY_BYTES, dtype=torch.uint8, device="cuda").random_(0, 255)
     target = torch.empty_like(source)
-    copy = statistics.median(replays(lambda: target.copy_(source), 1))  # an elementwise kernel reaches three quarters
+    copy = statistics.median(replays(lambda: target.copy_(source)))  # an elementwise kernel reaches three quarters
     a, b = (torch.randn(PRODUCT, PRODUCT, device="cuda").bfloat16() for _ in range(2))
-    product = statistics.median(replays(lambda: a @ b, 1))
-    return Ceilings(2 * COPY_BYTES / copy * 1e6, 2 * PRODUCT**3 / product * 1e6)
+    product = statistics.median(replays(lambda: a @ b))
+    return Ceilings(2 * COPY_BYTES / copy * 1e3, 2 * PRODUCT**3 / product * 1e3)
 
 
 @torch.inference_mode()
-def measure(case: Case, limits: Ceilings, repeats: int = REPEATS) -> Iterable[Row]:
+def measure(case: KernelCase, limits: Ceilings, repeats: int = REPEATS) -> Iterable[KernelTime]:
     """A row for each contender. Raises UserError for one that is wrong."""
     for name, call in case.contenders.items():
         with poisoned():
@@ -91,16 +88,16 @@ def measure(case: Case, limits: Ceilings, repeats: int = REPEATS) -> Iterable[Ro
             )
         low, us, high = (round(x, 3) for x in statistics.quantiles(timed(case, call, limits, repeats), n=4))
         floor = 0.0 if case.host else limits.floor_us(case)
-        yield Row(case.work, case.sizes, name, error, case.allowed, us, low, high, floor)
+        yield KernelTime(case.work, case.sizes, name, error, case.allowed, us, low, high, floor)
 
 
-def timed(case: Case, call: Callable, limits: Ceilings, repeats: int) -> list[float]:
+def timed(case: KernelCase, call: Callable, limits: Ceilings, repeats: int) -> list[float]:
     """Microseconds of a call, several times: on the host or by replays."""
     if case.host:
         return launches(lambda: call(0))
     again = 1 if limits.floor_us(case) > LONG_US else -(-CALLS // case.sets)
     sets = list(range(case.sets)) * again
-    return replays(lambda: [call(i) for i in sets], len(sets), repeats)
+    return [1e3 * ms / len(sets) for ms in replays(lambda: [call(i) for i in sets], repeats)]
 
 
 @contextmanager
@@ -127,26 +124,7 @@ def launches(call: Callable) -> list[float]:
     return times[WARM_UP:]
 
 
-def replays(call: Callable, calls: int, repeats: int = REPEATS) -> list[float]:
-    """Microseconds of each replay of the graph of `call`, divided by `calls`."""
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        call()
-        call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        call()
-    events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repeats + 2)]
-    for begin, end in events:
-        begin.record()
-        graph.replay()
-        end.record()
-    torch.cuda.synchronize()
-    return [begin.elapsed_time(end) * 1e3 / calls for begin, end in events[2:]]
-
-
-def table(rows: list[Row]) -> Table:
+def table(rows: list[KernelTime]) -> Table:
     """A line per contender: time, spread, of the floor, and how much of the first upstream contender's time it is."""
     grid = Table()
     for name in ("work", "sizes", "contender", "us", "quartiles", "of floor", "x upstream", "error"):
@@ -161,18 +139,16 @@ def table(rows: list[Row]) -> Table:
     return grid
 
 
-def baseline(rows: list[Row], row: Row) -> Row | None:
+def baseline(rows: list[KernelTime], row: KernelTime) -> KernelTime | None:
     """The first contender of upstream at this size."""
     same = (other for other in rows if (other.work, other.sizes) == (row.work, row.sizes))
     return next((other for other in same if other.contender.startswith("upstream")), None)
 
 
-def main(works: tuple[str, ...], against: Path | None, as_json: bool, record_path: Path | None) -> int:
-    """Measure, print a table or JSON, write the record; 0. Raises UserError without a GPU or for unknown works."""
+def main(works: tuple[str, ...], against: Path | None, record_path: Path | None) -> int:
+    """Measure, write the record, print a table; 0. Raises UserError without a GPU or for unknown works."""
     if not torch.cuda.is_available():
-        raise UserError(
-            "bench --kernels times CUDA kernels and there is no GPU here; bench --device cpu tries the rest"
-        )
+        raise UserError("bench kernels times CUDA kernels, and there is no GPU here")
     if unknown := set(works) - WORKS.keys():
         raise UserError(f"no work {', '.join(sorted(unknown))}; choose from {', '.join(WORKS)}")
     pieces, limits, rows = Pieces(against) if against else None, ceilings(), []
@@ -184,6 +160,5 @@ def main(works: tuple[str, ...], against: Path | None, as_json: bool, record_pat
         "ceilings": asdict(limits),
         "upstream": pieces and f"vLLM {pieces.version}",
     }
-    show = Console(highlight=False, width=140).print
-    deliver_record(record_path, lambda: results, *((print, json.dumps(results)) if as_json else (show, table(rows))))
+    deliver_record(record_path, lambda: results, Console(highlight=False, width=140).print, table(rows))
     return 0

@@ -43,7 +43,7 @@ CHECKED = 8  # tokens that attend is checked on
 
 
 @dataclass(frozen=True)
-class Case:
+class KernelCase:
     """One size: contenders map the number of a set of inputs to their result, `error` measures set 0's."""
 
     work: str
@@ -70,7 +70,7 @@ def sets_of(size: int) -> int:
 # --- norm -------------------------------------------------------------------------------------------------------------
 
 
-def norm(tokens: int, negative: float, device, pieces, host: bool = False) -> Case:
+def norm(tokens: int, negative: float, device, pieces, host: bool = False) -> KernelCase:
     """q_out and kv_out against fp64; the caches' bytes have tests of their own."""
     size = norm_bytes(tokens, negative)
     sets = [norm_inputs(tokens, negative, device, number) for number in range(sets_of(size))]
@@ -80,7 +80,7 @@ def norm(tokens: int, negative: float, device, pieces, host: bool = False) -> Ca
         contenders["upstream"] = lambda i: upstream_norm(launch, sets[i])
     name = "launch" if host else "norm"
     sizes = {"T": tokens, "negative": negative}
-    return Case(name, sizes, len(sets), size, 0, contenders, norm_error, allowed=4e-3, host=host)
+    return KernelCase(name, sizes, len(sets), size, 0, contenders, norm_error, allowed=4e-3, host=host)
 
 
 def norm_bytes(tokens: int, negative: float) -> int:
@@ -150,7 +150,7 @@ def norm_error(a: dict) -> float:
 # --- combine ----------------------------------------------------------------------------------------------------------
 
 
-def combine(method: str, tokens: int, wire: torch.dtype, device, pieces) -> Case:
+def combine(method: str, tokens: int, wire: torch.dtype, device, pieces) -> KernelCase:
     """Local parts of one rank: its lse is row 1 of the gathered ones, and every rank sends what it sends."""
     from dcp_fix.combine import kernel as ours
 
@@ -173,7 +173,7 @@ def combine(method: str, tokens: int, wire: torch.dtype, device, pieces) -> Case
             contenders["upstream"] = lambda i: theirs.merge(theirs.pack(sets[i][0], sets[i][1][1], DCP), LATENT)
     sizes = {"method": method, "T": tokens, "D": DCP, "wire": str(wire).removeprefix("torch.")}
     error = partial(combine_error, method, *sets[0])
-    return Case("combine", sizes, len(sets), size, 0, contenders, error, 2.0**-8 if wire == BF16 else 2e-6)
+    return KernelCase("combine", sizes, len(sets), size, 0, contenders, error, 2.0**-8 if wire == BF16 else 2e-6)
 
 
 def part_bytes(tokens: int, wire: torch.dtype) -> int:
@@ -209,7 +209,7 @@ def combine_error(method: str, out: Tensor, lses: Tensor, got: Tensor) -> float:
 # --- attend -----------------------------------------------------------------------------------------------------------
 
 
-def attend(tokens: int, heads: int, dcp: int, device, pieces) -> Case:
+def attend(tokens: int, heads: int, dcp: int, device, pieces) -> KernelCase:
     """A contender returns (out, lse). Bytes: every selected row once, queries, results."""
     from dcp_fix.attention import backends
     from dcp_fix.attention.kernel import decode_rows, pack
@@ -239,7 +239,7 @@ def attend(tokens: int, heads: int, dcp: int, device, pieces) -> Case:
     size, flops = attend_work(tokens, heads, dcp)
     sizes = {"T": tokens, "H": heads, "D": dcp}
     error = partial(attend_error, *sets[0], cache)
-    return Case("attend", sizes, len(sets), size, flops, contenders, error, allowed=1e-2)
+    return KernelCase("attend", sizes, len(sets), size, flops, contenders, error, allowed=1e-2)
 
 
 def given(inputs, cache) -> tuple:

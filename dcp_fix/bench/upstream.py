@@ -24,7 +24,7 @@ import triton.language as tl
 from torch import Tensor
 
 from dcp_fix.attention import flashmla as attention_flashmla
-from dcp_fix.base.errors import UserError
+from dcp_fix.base.errors import UserError, shown
 
 COMBINE = "vllm/v1/attention/ops/dcp.py"
 NORM_ROPE = "vllm/models/deepseek_v32/common/kernels.py"
@@ -46,21 +46,28 @@ class Pieces:
         return attention_flashmla.load(self.root)
 
     def combine(self) -> "Combine":
-        return Combine(self._module(COMBINE))
+        names = ("CorrectAttnCPOutKernel", "_dcp_a2a_pack_send", "_dcp_a2a_unpack_combine")
+        return Combine(self._module(COMBINE, *names))
 
     def norm_rope(self):
-        return self._module(NORM_ROPE).fused_norm_rope
+        return self._module(NORM_ROPE, "fused_norm_rope").fused_norm_rope
 
-    def _module(self, path: str) -> ModuleType:
+    def _module(self, path: str, *names: str) -> ModuleType:
+        """The module of that file. Raises UserError for one that cannot be executed or lacks a name."""
         file = self.root / path
-        if not file.exists():
+        if not file.is_file():
             raise UserError(f"{self.root}: vLLM {self.version} has no {path}; 0.29 and 0.30 do")
         name = path.removesuffix(".py").replace("/", ".")
         with stand_ins():
             spec = importlib.util.spec_from_file_location(name, file)
             module = importlib.util.module_from_spec(spec)
             sys.modules[name] = module
-            spec.loader.exec_module(module)
+            try:
+                spec.loader.exec_module(module)
+            except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever somebody else's code does
+                raise UserError(f"{file}: cannot be executed ({type(error).__name__}: {shown(error)})") from None
+        if lacking := [name for name in names if not hasattr(module, name)]:
+            raise UserError(f"{file}: has no {', '.join(lacking)}; 0.29 and 0.30 do")
         return module
 
 

@@ -6,7 +6,8 @@
     +K rows            every rank materialises every new K row                vLLM issue 54907, PR 54908
     +workspace         split-KV accumulators only where something is split    vLLM issue 53413, PR 53755
 
-Each rung and prompt class has engines of its own, so no rung sees memory that another one wrote. A rung that fails (the
+A class is climbed before the next one begins, so that the first garbage is there after seconds and the long prompt is
+last. Each rung and class has engines of its own, so no rung sees memory that another one wrote. A rung that fails (the
 historical workspace plan exceeds its budget on the long prompt) is a result like any other. What unwritten memory holds
 is decided in scratch.py, so the garbage is the same on every run.
 
@@ -17,13 +18,15 @@ It does not: time anything, or decide how the outputs look inside the model (not
 """
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from dcp_fix import broken
 from dcp_fix.base import equality
 from dcp_fix.base.errors import DIFFERS, UserError
+from dcp_fix.base.output import to_stdout
 from dcp_fix.engine.checkpoint import check_folder
 from dcp_fix.engine.config import Config
 from dcp_fix.engine.engine import GIB, Engine, Generation, default_dtype, resolve_device
@@ -31,7 +34,7 @@ from dcp_fix.engine.model import Model
 from dcp_fix.engine.shard import check_dcp, check_tp
 from dcp_fix.engine.sharded import Ops
 from dcp_fix.ladder.reference import check_reference
-from dcp_fix.ranks.group import GroupError, LocalGroup
+from dcp_fix.ranks.group import Group, GroupError, LocalGroup
 from dcp_fix.records import records
 from dcp_fix.tiny import corpus
 from dcp_fix.workspace import WorkspaceError
@@ -82,7 +85,7 @@ class Answer:
 
 
 @dataclass(frozen=True)
-class Row:
+class LadderRow:
     """One rung and class: an answer per prompt, or why there is none."""
 
     rung: str
@@ -101,42 +104,70 @@ class Row:
         return sum(answer.first_difference is None for answer in self.answers)
 
 
-def run(setup: Setup, prompts: int = 1, classes=CLASSES, rungs=None, progress: Callable | None = None) -> list[Row]:
-    """Climb the ladder: first the DCP1 rows, one per class, then a row per rung and class, in that order.
+Answers = tuple[list[Generation], str | None]  # of a rung to the prompts of a class; or none, and why
 
-    `progress(rung, prompt_class, done, total)` is called as rows of a prompt pass through layers.
-    """
-    asked = {name: corpus.prompts(name, prompts) for name in classes}
-    reference = {name: generate(setup, REFERENCE, name, asked[name], progress)[0] for name in classes}
-    for name, generations in reference.items():
-        for number, generation in enumerate(generations):
-            check_reference(f"{REFERENCE}, {name} tokens, prompt {number}", generation.logits)
-    rows = [row(REFERENCE, name, asked[name], reference[name], reference[name]) for name in classes]
-    for rung in rungs or RUNGS:
-        for name in classes:
-            if rung in LONG_RUNGS.get(name, RUNGS):
-                generations, failure = generate(setup, rung, name, asked[name], progress)
-                rows.append(row(rung, name, asked[name], generations, reference[name], failure))
+
+def run(
+    setup: Setup, prompts: int = 1, classes: Sequence[str] = CLASSES, rungs: Sequence[str] | None = None,
+    progress: Callable | None = None, shown: Callable[[LadderRow], None] | None = None,
+) -> list[LadderRow]:  # fmt: skip
+    """Climb with the ranks as threads; `progress(rung, prompt_class, done, total)` counts rows times layers."""
+    return climb(lambda *asked: generate(setup, *asked, progress), prompts, classes, rungs, shown)
+
+
+def climb(
+    answers: Callable[[str, str, list], Answers], prompts: int, classes: Sequence[str],
+    rungs: Sequence[str] | None = None, shown: Callable[[LadderRow], None] | None = None,
+) -> list[LadderRow]:  # fmt: skip
+    """A row per class and rung, from DCP1 up; answers(rung, class, prompts) asks, shown(row) is called as rows come."""
+    rows = []
+    for name in classes:
+        asked, reference = corpus.prompts(name, prompts), []
+        for rung in (REFERENCE, *(rungs or RUNGS)):
+            if rung not in (REFERENCE, *LONG_RUNGS.get(name, RUNGS)):
+                continue
+            generations, failure = answers(rung, name, asked)
+            if rung == REFERENCE:
+                reference = generations
+                check_references(name, reference)
+            rows.append(row(rung, name, asked, generations, reference, failure))
+            if shown:
+                shown(rows[-1])
     return rows
 
 
-def generate(setup: Setup, rung: str, name: str, prompts, progress=None) -> tuple[list[Generation], str | None]:
+def check_references(name: str, generations: list[Generation]) -> None:
+    """Raise UserError for an answer of DCP1 from which nothing follows."""
+    for number, generation in enumerate(generations):
+        check_reference(f"{REFERENCE}, {name} tokens, prompt {number}", generation.logits)
+
+
+def generate(setup: Setup, rung: str, name: str, prompts: list, progress: Callable | None = None) -> Answers:
     """One rung's (or DCP1's) answers to the prompts of a class, by fresh engines; or no answers and the reason."""
+    return on_threads(setup.tp, on_rank, setup, rung, name, prompts, progress, device=setup.device)
 
-    def rank(group) -> list[Generation]:
-        engine = make_engine(setup, rung, max(len(prompt.ids) for prompt in prompts), group)
-        report = (lambda done, total: progress(rung, name, done, total)) if progress and group.rank == 0 else None
-        return [answer(engine, prompt.ids, corpus.CACHED.get(name, 0), report) for prompt in prompts]
 
+def on_threads(ranks: int, rank: Callable, *values, **options) -> Any:
+    """What rank 0 makes of rank(group, *values) with a thread for each rank. Raises what a rank raised."""
     try:
-        return LocalGroup.run(setup.tp, rank, device=setup.device)[0], None
+        return LocalGroup.run(ranks, rank, *values, **options)[0]
     except GroupError as error:
-        if isinstance(error.__cause__, WorkspaceError):
-            return [], f"workspace: {error.__cause__}"
         raise error.__cause__ or error from None
 
 
-def make_engine(setup: Setup, rung: str, longest: int, group) -> Engine:
+def on_rank(
+    group: Group, setup: Setup, rung: str, name: str, prompts: list, progress: Callable | None = None
+) -> Answers:
+    """The same of one rank. Every rank plans alike, so a workspace beyond the budget ends them all."""
+    report = (lambda done, total: progress(rung, name, done, total)) if progress and group.rank == 0 else None
+    engine = make_engine(setup, rung, max(len(prompt.ids) for prompt in prompts), group)
+    try:
+        return [answer(engine, prompt.ids, corpus.CACHED.get(name, 0), report) for prompt in prompts], None
+    except WorkspaceError as error:
+        return [], f"workspace: {error}"
+
+
+def make_engine(setup: Setup, rung: str, longest: int, group: Group) -> Engine:
     """One rank's engine, its scratch memory left behind by another request."""
     dcp, ops = (1, Ops()) if rung == REFERENCE else (setup.dcp, RUNGS[rung])
     engine = Engine(
@@ -148,22 +179,23 @@ def make_engine(setup: Setup, rung: str, longest: int, group) -> Engine:
     return engine
 
 
-def answer(engine: Engine, ids: list[int], cached: int, report=None) -> Generation:
+def answer(engine: Engine, ids: list[int], cached: int, report: Callable | None = None) -> Generation:
     """One greedy answer; its first `cached` tokens, if any, go through the engine as a request of their own first."""
     if cached:
         engine.generate(ids[:cached], 1)
     return engine.generate(ids, NEW_TOKENS, report)
 
 
-def row(rung: str, name: str, prompts, generations, reference, failure: str | None = None) -> Row:
+def row(
+    rung: str, name: str, prompts: list, generations: list[Generation], reference: list[Generation],
+    failure: str | None = None,
+) -> LadderRow:  # fmt: skip
     """Judge the generations of a rung against the corpus and against DCP1's."""
-    if failure:
-        return Row(rung, name, [], failure)
-    judged = [judge(*three) for three in zip(prompts, generations, reference, strict=True)]
-    return Row(rung, name, judged)
+    judged = [] if failure else [judge(*three) for three in zip(prompts, generations, reference, strict=True)]
+    return LadderRow(rung, name, judged, failure)
 
 
-def judge(prompt, generation: Generation, reference: Generation) -> Answer:
+def judge(prompt: corpus.Prompt, generation: Generation, reference: Generation) -> Answer:
     """One generation against the right answer and DCP1's tokens."""
     tokens = generation.tokens
     return Answer(
@@ -178,7 +210,7 @@ def judge(prompt, generation: Generation, reference: Generation) -> Answer:
     )
 
 
-def repaired(rows: list[Row], prompts: int) -> bool:
+def repaired(rows: list[LadderRow], prompts: int) -> bool:
     """Whether the last rung equals DCP1 on every prompt of every class, and the first rung on none."""
     first = [row.equal for row in rows if row.rung == FIRST]
     last = [row.equal for row in rows if row.rung == LAST]
@@ -189,7 +221,7 @@ def main(
     prompts: int = 1, stale: str = "previous", json_path: Path | None = None, tp: int = 4, dcp: int = 4,
     device: str = "cpu", checkpoint: Path | None = None, classes: tuple[str, ...] = CLASSES,
 ) -> int:  # fmt: skip
-    """Run the whole ladder, write `json_path`, print; 0 if the fixes repair it and it was broken, else 1.
+    """Climb the ladder, print each row as it comes, write `json_path`; 0 if the fixes repair what was broken, else 1.
 
     Raises UserError for a damaged checkpoint, sizes that do not divide, a device that is not here, and for `classes`
     of which one is unknown or none climbs every rung.
@@ -200,11 +232,12 @@ def main(
         raise UserError("a DCP size of 1 is what the ladder compares with: choose another divisor of the TP size")
     check_classes(classes)
     setup = load(checkpoint or corpus.CHECKPOINT, tp, dcp, stale, device)
+    screen = ladder_report.Screen(setup, prompts, silent=to_stdout(json_path))
     with ladder_report.progress() as progress:
-        rows = run(setup, prompts, classes, progress=progress)
+        rows = run(setup, prompts, classes, progress=progress, shown=screen.row)
     ok = repaired(rows, prompts)
     results = lambda: ladder_report.as_json(rows, prompts, setup, ok)  # noqa: E731
-    records.deliver_record(json_path, results, ladder_report.show, rows, prompts, setup, ok)
+    records.deliver_record(json_path, results, screen.end, rows, ok)
     return 0 if ok else DIFFERS
 
 
@@ -215,7 +248,7 @@ def check_classes(classes: tuple[str, ...]) -> None:
         raise UserError(f"prompts of {', '.join(classes)} tokens climb the last rungs only; name another class as well")
 
 
-def check_names(classes: tuple[str, ...]) -> None:
+def check_names(classes: Sequence[str]) -> None:
     """Raise UserError for a class that is unknown."""
     for name in classes:
         if name not in CLASSES:

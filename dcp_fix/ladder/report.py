@@ -1,4 +1,4 @@
-"""What the ladder prints: progress while it runs, the DCP1 answers, one table row per rung and class, a verdict.
+"""What the ladder prints: each row as it comes, a table to each prompt class, then a verdict; a bar on a terminal.
 
 It does not: run anything or judge an answer (ladder.py).
 """
@@ -7,16 +7,18 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
-from functools import partial
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from dcp_fix.base.errors import UserError
+from dcp_fix.base.process import printed
+
 SHA_HEAD = 8  # hexadecimal digits of a digest that a row shows
-HEADER = ("rung", "tokens", "answer", "right", "= DCP1", "share", "SHA256")
-TABLE_NOTE = "= DCP1: yes, or the first token that differs. share: of the commonest token, which measures no repair."
+NARROW = {"rung": 16, "right": 8, "= DCP1": 8, "SHA256": SHA_HEAD}  # columns; the answer gets what is left
+NOTE = "= DCP1: yes, or the first token that differs. Equal tokens have equal digests."
 WIDTH = 120  # of the printed ladder where no terminal says otherwise
 MEMORY = {
     "previous": "another request's rows",
@@ -30,7 +32,10 @@ def progress() -> Iterator[Callable[[str, str, int, int], None]]:
     """A bar on a terminal, else one line per run, on standard error; yields what ladder.run reports to."""
     console = Console(stderr=True)
     columns = TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn()
-    bar = Progress(*columns, console=console, transient=True, disable=not console.is_terminal)
+    bar = Progress(
+        *columns, console=console, transient=True, disable=not console.is_terminal,
+        redirect_stdout=sys.stdout.isatty(),  # what is printed meanwhile stands above the bar, but a pipe keeps it
+    )  # fmt: skip
     task, seen = bar.add_task("loading", total=None), set()
 
     def report(rung: str, prompt_class: str, done: int, total: int) -> None:
@@ -43,26 +48,61 @@ def progress() -> Iterator[Callable[[str, str, int, int], None]]:
         yield report
 
 
-def show(rows, prompts: int, setup, ok: bool) -> None:
-    """Print the whole ladder on standard output."""
-    console = Console(width=None if sys.stdout.isatty() else WIDTH, highlight=False, markup=False)
-    say = partial(console.print, soft_wrap=True)
-    say(f"TP{setup.tp}/DCP{setup.dcp} against TP{setup.tp}/DCP1 on {setup.device}.")
-    say(f"Rows that a broken kernel leaves unwritten hold {MEMORY[setup.stale]}.\n")
-    for row in rows:
+class Screen:
+    """Standard output while the ladder is climbed; `silent` where it must hold the record and nothing else.
+
+    An output that cannot be written does not stop the run: the record comes first, and then `end` says so.
+    """
+
+    def __init__(self, setup, prompts: int, silent: bool) -> None:
+        self.setup, self.prompts, self.silent = setup, prompts, silent
+        self.width = Console().width if sys.stdout.isatty() else WIDTH
+        self.lost: UserError | None = None
+        self.say(f"TP{setup.tp}/DCP{setup.dcp} against TP{setup.tp}/DCP1 on {setup.device}.")
+        self.say(f"Rows that a broken kernel leaves unwritten hold {MEMORY[setup.stale]}.")
+
+    def say(self, text: str) -> None:
+        """Print a line now, also into a pipe."""
+        try:
+            if not self.silent:
+                printed(print, text)
+        except UserError as error:
+            self.lost = error
+
+    def row(self, row) -> None:
+        """Print a row, under the heading of its class if it is DCP1's."""
         if row.rung == "DCP1":
-            say(f"DCP1, {row.prompt_class} tokens: {row.answers[0].text}")
-    console.print(table(rows, prompts, console.width))
-    say(TABLE_NOTE)
-    for row in rows:
-        if row.failure:
-            say(f"No answer at {row.rung}, {row.prompt_class} tokens: {row.failure}.")
-    say(f"\n{verdict(rows, prompts, setup, ok)}", style="green" if ok else "red")
+            columns = ("answer", *list(NARROW)[1:])
+            self.say(f"\n{row.prompt_class} tokens\n{line('rung', columns, self.width)}")
+        self.say(line(row.rung, cells(row, self.prompts), self.width))
+
+    def end(self, rows, ok: bool) -> None:
+        """Print the verdict. Raises UserError if something could not be printed."""
+        self.say(f"\n{NOTE}\n{verdict(rows, self.prompts, self.setup, ok)}")
+        if self.lost:
+            raise self.lost
 
 
-def table(rows, prompts: int, width: int) -> Table:
-    """One line per rung and class: the first prompt's answer, and how many of all prompts are right and equal."""
-    return grid(HEADER, [(row.rung, row.prompt_class, *cells(row, prompts)) for row in rows], width)
+def line(rung: str, cells: tuple[str, ...], width: int) -> str:
+    """One line of the table, `width` characters at most; a row without further columns is not cut."""
+    first, *rest = cells
+    if not rest:
+        return f"{rung:{NARROW['rung']}}  {first}"
+    room = max(len("answer"), width - sum(NARROW.values()) - 2 * len(NARROW))
+    first = first if len(first) <= room else first[: room - 1] + "…"
+    right, equal, digest = rest
+    return f"{rung:16}  {first:{room}}  {right:8}  {equal:8}  {digest}"
+
+
+def cells(row, prompts: int) -> tuple[str, ...]:
+    """Columns from the answer on, the first prompt's; how many of all are right and equal. Or why there is none."""
+    if row.failure:
+        return (f"none: {row.failure}",)
+    first = row.answers[0]
+    right, equal = ("yes" if first.right else "no"), equality(first.first_difference)
+    if prompts > 1:
+        right, equal = f"{row.right} of {prompts}", f"{row.equal} of {prompts}"
+    return first.text, right, equal, first.sha256[:SHA_HEAD]
 
 
 def grid(header: tuple[str, ...], lines: list[tuple[str, ...]], width: int) -> Table:
@@ -80,17 +120,6 @@ def grid(header: tuple[str, ...], lines: list[tuple[str, ...]], width: int) -> T
         drawn.add_row("" if rung == last else rung, *rest)
         last = rung
     return drawn
-
-
-def cells(row, prompts: int) -> tuple[str, ...]:
-    """Columns from the answer on. Without an answer, why there is none."""
-    if row.failure:
-        return f"none: {row.failure}", "no", "no", "", ""
-    first = row.answers[0]
-    right, equal = ("yes" if first.right else "no"), equality(first.first_difference)
-    if prompts > 1:
-        right, equal = f"{row.right} of {prompts}", f"{row.equal} of {prompts}"
-    return first.text, right, equal, f"{first.commonest_share:.0%}", first.sha256[:SHA_HEAD]
 
 
 def equality(first_difference: int | None) -> str:

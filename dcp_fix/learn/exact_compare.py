@@ -1,13 +1,8 @@
-"""What exact mode is for, measured: the same prompt at every DCP size, combined in the ordinary way and exactly.
-
-`compare` says how many logits have other bits than at the first DCP size and by how many units in the last place: data
-for one figure. `near_tie` makes a model on which that matters: it scales one row of the output layer so that the two
-best tokens of a step lie between the logits of two DCP sizes, which then choose differently.
+"""What exact mode is for, measured: one prompt at two DCP sizes, and how far each of their logits lies apart.
 
 It does not: judge an answer, or print (notebook 07 does).
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -17,8 +12,6 @@ from dcp_fix.base.equality import first_difference, unit_in_last_place
 from dcp_fix.engine.engine import Engine, Generation
 from dcp_fix.engine.model import Model
 from dcp_fix.ranks.group import LocalGroup
-
-OUTPUT = "lm_head.weight"
 
 
 @dataclass(frozen=True)
@@ -35,28 +28,6 @@ class Bits:
     digests: list[str]  # of each step's logits
     ulps: Tensor
     first_token: int | None  # that differs
-
-    @property
-    def differing(self) -> float:
-        """Share of the logits with other bits."""
-        return float((self.ulps > 0).float().mean())
-
-    @property
-    def furthest(self) -> float:
-        """The largest distance, in ulps."""
-        return float(self.ulps.max())
-
-
-def compare(
-    model: Model, prompt: list[int], steps: int, *, tp: int = 8, dcp: Sequence[int] = (1, 2, 4, 8),
-    combines: Sequence[str] = ("a2a", "exact"), **options,
-) -> list[Bits]:  # fmt: skip
-    """A row per way to combine and DCP size, in that order; `options` are the engine's."""
-    rows = []
-    for combine in combines:
-        runs = [answer(model, prompt, steps, tp, size, combine, **options) for size in dcp]
-        rows += [bits(combine, size, run, runs[0]) for size, run in zip(dcp, runs, strict=True)]
-    return rows
 
 
 def answer(model: Model, prompt: list[int], steps: int, tp: int, size: int, combine: str, **options) -> Generation:
@@ -83,24 +54,3 @@ def ulps_of(a: Tensor, b: Tensor) -> Tensor:
     return torch.where(
         a.view(torch.int32) == b.view(torch.int32), 0.0, apart.nan_to_num(torch.inf, torch.inf).clamp(smallest)
     )
-
-
-def near_tie(model: Model, a: Generation, b: Generation) -> tuple[Model, int]:
-    """A model that, on the same prompt, may choose another token where `a` and `b`, equal in tokens, have other bits.
-
-    At the step (returned) where the two runs differ most between their best tokens t and u, row u of the output layer
-    is scaled so that the logit of u becomes, on average of both runs, that of t: (t_a + t_b) / (u_a + u_b). Then t is
-    ahead in one run and u in the other. Raises ValueError if no step will do.
-    """
-    ranked = a.logits.double().topk(2, -1).indices  # [steps, 2]
-    of = [run.logits.double().gather(1, ranked) for run in (a, b)]
-    scale = (of[0][:, 0] + of[1][:, 0]) / (of[0][:, 1] + of[1][:, 1])  # [steps]
-    lead = (of[0][:, 0] - scale * of[0][:, 1]).abs()  # of t in one run, of u in the other
-    lead[(scale < 1) | (scale > 2) | torch.tensor(a.tokens != b.tokens)] = 0
-    step = int(lead.argmax())
-    if not lead[step] > 0:
-        raise ValueError("no step with other bits and two positive best logits near each other: take a longer answer")
-    weights = dict(model.weights)
-    weights[OUTPUT] = weights[OUTPUT].clone()
-    weights[OUTPUT][ranked[step, 1]] *= float(scale[step])
-    return Model(model.config, weights), step

@@ -1,4 +1,4 @@
-"""`dcp-fix verify --cabinet`: healthy runs of every configuration pass, and every planted defect is caught and named.
+"""`dcp-fix verify --plant all`: healthy runs of every configuration pass, and every planted defect is caught and named.
 
     healthy    every prompt class and small case at every DCP size with ag_rs; the small cases and one class with a2a;
                one class in the other two cache formats
@@ -22,9 +22,10 @@ from dcp_fix.combine import METHODS
 from dcp_fix.engine.engine import resolve_device
 from dcp_fix.engine.model import Model
 from dcp_fix.kv_cache import CACHE_FORMATS
+from dcp_fix.ladder import ladder
 from dcp_fix.ladder import report as ladder_report
 from dcp_fix.ranks import launch
-from dcp_fix.ranks.group import TIMEOUT_S, Group, GroupError, LocalGroup
+from dcp_fix.ranks.group import TIMEOUT_S, Group
 from dcp_fix.records.records import deliver_record
 from dcp_fix.verify import forced, verify
 from dcp_fix.verify import report as verify_report
@@ -38,7 +39,7 @@ class Planted:
 
     name: str
     shows: str  # the sublayer that should be named
-    row: forced.Row
+    row: forced.ForcedRow
 
     @property
     def ok(self) -> bool:
@@ -54,7 +55,9 @@ def listing() -> str:
     return "\n".join(lines)
 
 
-def healthy(group: Group, settings: Settings, model: Model, progress: Callable | None) -> list[tuple[str, forced.Row]]:
+def healthy(
+    group: Group, settings: Settings, model: Model, progress: Callable | None
+) -> list[tuple[str, forced.ForcedRow]]:
     """(combine, row) of every healthy configuration."""
     small, classes = forced.small_cases(), [forced.class_case(name) for name in settings.classes]
     formats = [replace(classes[-1], cache_format=name) for name in CACHE_FORMATS if name != classes[-1].cache_format]
@@ -91,10 +94,7 @@ def main(settings: Settings, record_path: Path | None = None, timeout: float = T
             told = progress if group.rank == 0 else None
             return healthy(group, settings, model, told), caught(group, settings, model, told)
 
-        try:
-            good, bad = LocalGroup.run(settings.tp, rank, timeout=timeout, device=device)[0]
-        except GroupError as error:
-            raise error.__cause__ or error from None
+        good, bad = ladder.on_threads(settings.tp, rank, timeout=timeout, device=device)
     results = as_json(settings, verify.device_name(device), good, bad)
     deliver_record(record_path, lambda: results, show, settings, good, bad, results)
     return 0 if results["ok"] else launch.DIFFERS

@@ -30,7 +30,7 @@ from dcp_fix.ownership import prefix_hit
 from dcp_fix.ranks.group import Group
 from dcp_fix.tiny import corpus
 from dcp_fix.verify.steps import BOUNDS, STEPS, Finding
-from dcp_fix.verify.sublayers import Parted, Witness
+from dcp_fix.verify.sublayers import Parted, Watcher
 
 STEPS_DECODED = 4  # decode steps of a case
 OTHER_SEED = 7  # of the request that leaves its rows behind
@@ -38,7 +38,7 @@ TOLD = 8  # findings that a rank passes on
 
 
 @dataclass(frozen=True)
-class Case:
+class ForcedCase:
     """One prompt and how the engine runs it. `first`: tokens of a request that goes before."""
 
     name: str
@@ -54,7 +54,7 @@ class Case:
 
 
 @dataclass(frozen=True)
-class Row:
+class ForcedRow:
     """One case at one DCP size. `first`: where it parts from DCP1 by more than rounding, None if nowhere."""
 
     case: str
@@ -72,27 +72,27 @@ class Row:
         return self.first is None
 
 
-def small_cases() -> list[Case]:
+def small_cases() -> list[ForcedCase]:
     """The cases beside the shipped classes."""
     text, other = corpus.prompts("1536", 1)[0].ids, corpus.prompts("512", 1, OTHER_SEED)[0].ids
     return [
-        Case("short", tuple(text[:5]), interleave=16, cache_format="bf16"),
-        Case("sparse", tuple(text[:200]), tuple(other[:300]), topk=80, static=True, room=1024),
-        Case("ties", tuple(text[:170]), interleave=16, cache_format="fp8", topk=80, ties=True, room=1024),
-        Case("prefix", tuple(text[:640]), tuple(text[:600]), topk=1024, context_rows=32, room=1024),
+        ForcedCase("short", tuple(text[:5]), interleave=16, cache_format="bf16"),
+        ForcedCase("sparse", tuple(text[:200]), tuple(other[:300]), topk=80, static=True, room=1024),
+        ForcedCase("ties", tuple(text[:170]), interleave=16, cache_format="fp8", topk=80, ties=True, room=1024),
+        ForcedCase("prefix", tuple(text[:640]), tuple(text[:600]), topk=1024, context_rows=32, room=1024),
     ]
 
 
-def class_case(name: str) -> Case:
+def class_case(name: str) -> ForcedCase:
     """The first prompt of a shipped class."""
     ids = tuple(corpus.prompts(name, 1)[0].ids)
-    return Case(name, ids, ids[: corpus.CACHED.get(name, 0)])
+    return ForcedCase(name, ids, ids[: corpus.CACHED.get(name, 0)])
 
 
 # --- one case ---------------------------------------------------------------------------------------------------------
 
 
-def model_for(case: Case, model: Model) -> Model:
+def model_for(case: ForcedCase, model: Model) -> Model:
     """The model of a case: other selection size, or an indexer that cannot tell keys apart."""
     config = model.config if case.topk is None else replace(model.config, index_topk=case.topk)
     weights = model.weights
@@ -101,7 +101,7 @@ def model_for(case: Case, model: Model) -> Model:
     return model if config is model.config and not case.ties else Model(config, weights)
 
 
-def make_engine(case: Case, model: Model, group: Witness, size: int, unit: int, combine: str, ops: Ops) -> Engine:
+def make_engine(case: ForcedCase, model: Model, group: Watcher, size: int, unit: int, combine: str, ops: Ops) -> Engine:
     """A watched engine of the case; its prefix cache counts in blocks on `unit` ranks."""
     round_of = BLOCK * unit
     length = max(len(case.prompt), len(case.first)) + STEPS_DECODED + case.room
@@ -119,47 +119,47 @@ def make_engine(case: Case, model: Model, group: Witness, size: int, unit: int, 
     return group.watch(engine)
 
 
-def run_case(case: Case, engine: Engine, witness: Witness) -> None:
+def run_case(case: ForcedCase, engine: Engine, watcher: Watcher) -> None:
     """Both requests of a case, then the whole caches."""
     try:
         if case.first:
             engine.generate(list(case.first), 1)
         generation = engine.generate(list(case.prompt), STEPS_DECODED + 1)
-        if witness.reference is None:
+        if watcher.reference is None:
             check_reference(f"DCP1, {case.name} tokens", generation.logits)
-        witness.finish(len(case.prompt) + len(generation.tokens) - 1)
+        watcher.finish(len(case.prompt) + len(generation.tokens) - 1)
     except Parted:
-        pass  # what follows has other inputs; the witness has noted it
+        pass  # what follows has other inputs; the watcher has noted it
 
 
-def record(case: Case, model: Model, group: Group, unit: int, combine: str) -> dict:
+def record(case: ForcedCase, model: Model, group: Group, unit: int, combine: str) -> dict:
     """What DCP1 makes of the case, this rank's view. `unit`: the DCP size whose prefix hits it must have."""
-    witness = Witness(group)
-    run_case(case, make_engine(case, model, witness, 1, unit, combine, Ops()), witness)
-    return witness.seen
+    watcher = Watcher(group)
+    run_case(case, make_engine(case, model, watcher, 1, unit, combine, Ops()), watcher)
+    return watcher.seen
 
 
-def row(case: Case, model: Model, group: Group, size: int, combine: str, ops: Ops, reference: dict) -> Row:
+def row(case: ForcedCase, model: Model, group: Group, size: int, combine: str, ops: Ops, reference: dict) -> ForcedRow:
     """The case at DCP size `size`, compared with what was recorded. Every rank calls it and gets the same."""
-    witness = Witness(group, reference, combine in EXACT)
-    run_case(case, make_engine(case, model, witness, size, size, combine, ops), witness)
-    return gathered(case, size, witness)
+    watcher = Watcher(group, reference, combine in EXACT)
+    run_case(case, make_engine(case, model, watcher, size, size, combine, ops), watcher)
+    return gathered(case, size, watcher)
 
 
-def gathered(case: Case, size: int, witness: Witness) -> Row:
-    """What all ranks' witnesses found, as one row."""
-    findings = sorted(witness.findings, key=lambda found: found.order)[:TOLD]
-    mine = {"findings": [asdict(found) for found in findings], "largest": witness.largest}
-    everyones = exchange(mine, witness.group, witness.attention.batch.table.device)
+def gathered(case: ForcedCase, size: int, watcher: Watcher) -> ForcedRow:
+    """What all ranks' watchers found, as one row."""
+    findings = sorted(watcher.findings, key=lambda found: found.order)[:TOLD]
+    mine = {"findings": [asdict(found) for found in findings], "largest": watcher.largest}
+    everyones = exchange(mine, watcher.group, watcher.attention.batch.table.device)
     found = sorted((Finding(**f) for told in everyones for f in told["findings"]), key=lambda f: f.order)
     largest = {
         step: max(told["largest"].get(step, 0.0) for told in everyones)
         for step in STEPS
         if any(step in told["largest"] for told in everyones)
     }
-    return Row(
+    return ForcedRow(
         case.name, size, case.cache_format, case.interleave, asdict(found[0]) if found else None, largest,
-        witness.batches, tuple(witness.pieces),
+        watcher.batches, tuple(watcher.pieces),
     )  # fmt: skip
 
 
@@ -184,7 +184,7 @@ class Forced:
         self.group, self.model, self.combine, self.progress = group, model, combine, progress
         self.records: dict[tuple, dict] = {}
 
-    def rows(self, case: Case, sizes, ops: Ops | None = None) -> list[Row]:
+    def rows(self, case: ForcedCase, sizes, ops: Ops | None = None) -> list[ForcedRow]:
         """A row per DCP size, 1 left out; `ops` are the engine's steps at those sizes."""
         model, found = model_for(case, self.model), []
         for size in (size for size in sizes if size > 1):
@@ -194,14 +194,14 @@ class Forced:
             found.append(row(case, model, self.group, size, self.combine, ops or Ops(), reference))
         return found
 
-    def reference(self, case: Case, model: Model, size: int) -> dict:
+    def reference(self, case: ForcedCase, model: Model, size: int) -> dict:
         """DCP1's record, which depends on the size only through the prefix hit."""
         key = case, prefix_hit(len(case.first), BLOCK, size)
         if key not in self.records:
             self.records[key] = record(case, model, self.group, size, self.combine)
         return self.records[key]
 
-    def keep(self, case: Case, sizes, seen: dict) -> None:
+    def keep(self, case: ForcedCase, sizes, seen: dict) -> None:
         """Take over a record that the free-running pass has made of the case."""
         hits = {prefix_hit(len(case.first), BLOCK, size) for size in sizes}
         self.records |= {(case, hit): seen for hit in hits if hit == prefix_hit(len(case.first), BLOCK, 1)}

@@ -23,7 +23,7 @@ from dcp_fix.ranks.group import Group
 from dcp_fix.tiny import corpus
 from dcp_fix.verify import forced
 from dcp_fix.verify.settings import Settings
-from dcp_fix.verify.sublayers import Witness
+from dcp_fix.verify.sublayers import Watcher
 
 LOGITS_APART = 0.05  # of the largest logit: no rounding goes that far, but many a defect stays below
 
@@ -40,7 +40,7 @@ class Run:
 
 
 @dataclass(frozen=True)
-class Row:
+class FreeRow:
     """One run against the same prompt at the first DCP size."""
 
     dcp: int
@@ -83,49 +83,49 @@ class Traced:
 
 def answers(
     group, settings: Settings, model: Model, device, size: int, name: str, prompts, progress,
-    witness: Witness | None = None,
+    watcher: Watcher | None = None,
 ) -> list[Run]:  # fmt: skip
     """One class at one DCP size, on an engine of its own. Unwritten scratch rows hold noise: reading one would show.
 
-    A `witness`, made over `Traced(group)`, records the first prompt's run for the forced pass.
+    A `watcher`, made over `Traced(group)`, records the first prompt's run for the forced pass.
     """
-    traced = witness.group if witness else Traced(group)
+    traced = watcher.group if watcher else Traced(group)
     engine = Engine(
-        model, witness or traced, dcp_size=size, combine=settings.combine, stale="noise", device=device,
+        model, watcher or traced, dcp_size=size, combine=settings.combine, stale="noise", device=device,
         ops=Ops() if size == settings.dcp[0] else settings.ops, static_decode=settings.cuda_graphs,
         max_length=max(len(prompt.ids) for prompt in prompts) + ladder.NEW_TOKENS,
     )  # fmt: skip
     report = (lambda done, total: progress(f"DCP{size}", name, done, total)) if progress else None
     runs = []
-    if witness:
-        witness.watch(engine)
+    if watcher:
+        watcher.watch(engine)
     for number, prompt in enumerate(prompts):
         traced.digests = []
         generation = ladder.answer(engine, prompt.ids, corpus.CACHED.get(name, 0), report)
-        if witness and not number:
+        if watcher and not number:
             rows = len(prompt.ids) + min(len(generation.tokens) - 1, forced.STEPS_DECODED)
-            witness.finish(rows)
-            witness.leave(engine)
+            watcher.finish(rows)
+            watcher.leave(engine)
         if size == settings.dcp[0]:
             check_reference(f"DCP{size}, {name} tokens, prompt {number}", generation.logits)
         runs.append(Run(size, name, number, generation, traced.digests))
     return runs
 
 
-def compare(runs: list[Run], settings: Settings, config: Config) -> list[Row]:
+def compare(runs: list[Run], settings: Settings, config: Config) -> list[FreeRow]:
     """Each run against the first DCP size's of the same prompt."""
     reference = {(run.prompt_class, run.number): run for run in runs if run.dcp == settings.dcp[0]}
     return [row(run, reference[run.prompt_class, run.number], settings.dtype, config) for run in runs]
 
 
-def row(run: Run, reference: Run, dtype: torch.dtype, config: Config) -> Row:
+def row(run: Run, reference: Run, dtype: torch.dtype, config: Config) -> FreeRow:
     """One run against the reference; logits as far as they follow the same tokens."""
     mine, other = run.generation, reference.generation
     first_token = first_difference(mine.tokens, other.tokens)
     steps = len(mine.tokens) if first_token is None else min(first_token + 1, len(mine.tokens), len(other.tokens))
     a, b = mine.logits[:steps], other.logits[:steps]
     largest = b.abs().max()
-    return Row(
+    return FreeRow(
         run.dcp, run.prompt_class, run.number, mine.cached, corpus.decode(mine.tokens), mine.tokens,
         digest(mine.tokens), mine.digests, first_token, mine.digests == other.digests,
         ulps=ulps_apart(a.to(dtype), b.to(dtype), largest.to(dtype)), apart=float((a - b).abs().max() / largest),

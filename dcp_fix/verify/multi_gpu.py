@@ -1,11 +1,12 @@
 """Everything that a host with GPUs can prove, in one command: runs, one record, a short table.
 
     dcp-fix multi-gpu --record FILE                 as many GPUs as there are
-    dcp-fix multi-gpu --device cpu --ranks 4        the same on CPUs: processes over gloo
+    dcp-fix multi-gpu --device cpu --ranks 4        processes on CPUs, over gloo
 
-    threads      one device, four ranks as threads: the whole ladder from garbage to identical; every DCP size against
-                 DCP1 for each combine, decode steps plain and (on a GPU) as CUDA graphs; workspace before and after
-    processes    one process per GPU, over NCCL: the same with real ranks, and the time of combine and decode step
+    threads      one GPU, four ranks as threads: the whole ladder from garbage to identical; every DCP size against DCP1
+                 for each combine, decode steps plain and as CUDA graphs; workspace before and after
+    processes    one process per GPU, over NCCL (on CPUs gloo, and this part alone): ladder and sizes with real ranks,
+                 and the time of combine and decode step
     shared       fewer than four GPUs: four processes share them, collectives over gloo
 
 Each part with processes is started, watched and ended by launch.py. The record appears when all parts are done.
@@ -35,7 +36,7 @@ from dcp_fix.engine.model import Model
 from dcp_fix.ladder import ladder
 from dcp_fix.ladder import report as ladder_report
 from dcp_fix.ranks import launch
-from dcp_fix.ranks.group import Group, LocalGroup
+from dcp_fix.ranks.group import Group
 from dcp_fix.ranks.place import enough_gpus, inside
 from dcp_fix.ranks.torch_group import joined
 from dcp_fix.records.fingerprints import checkpoint_terms, code_terms
@@ -63,9 +64,10 @@ class Plan:
 
     def parts(self) -> dict[str, int]:
         """The parts and how many ranks each has."""
-        parts = {"threads": FEW if self.device == "cuda" else self.ranks}
-        parts |= {"processes": self.ranks} if self.ranks > 1 else {}
-        return parts | ({"shared": FEW} if self.device == "cuda" and self.ranks < FEW else {})
+        if self.device == "cpu":
+            return {"processes": self.ranks}
+        parts = {"threads": FEW} | ({"processes": self.ranks} if self.ranks > 1 else {})
+        return parts | ({"shared": FEW} if self.ranks < FEW else {})
 
     def settings(self, part: str) -> list[verify.Settings]:
         """The verifications of a part: each combine, decode steps plain and as CUDA graphs; bits under exact."""
@@ -111,6 +113,8 @@ def main(plan: Plan, record_path: Path | None = None, part: str | None = None, o
         if part is None:
             raise UserError("multi-gpu starts its ranks itself: run it without torchrun, once per host")
         return launch.rank_process(lambda: as_process(plan, part, out))
+    if part or out:
+        raise UserError("--part and --out are for the ranks that multi-gpu starts itself")
     if plan.device == "cpu" and plan.ranks < 2:
         raise UserError("--ranks 1 on a CPU leaves no DCP sizes to compare; choose 2, 4 or 8")
     if plan.device == "cuda":
@@ -135,16 +139,11 @@ def main(plan: Plan, record_path: Path | None = None, part: str | None = None, o
 
 def as_threads(plan: Plan) -> dict:
     """The part of one device."""
-    tp, device = plan.parts()["threads"], resolve_device(plan.device)
-    setup = ladder.load(plan.checkpoint, tp, tp, "previous", plan.device)
+    device = resolve_device(plan.device)
+    model = Model.load(plan.checkpoint, device, default_dtype(device))
     with ladder_report.progress() as progress:
-        rows = ladder.run(setup, plan.prompts, plan.classes, progress=progress)
-    return {
-        "ladder": ladder_json(rows, plan, setup),
-        "verify": [verify_report.as_json(verify.as_threads(settings)) for settings in plan.settings("threads")],
-        "decode": LocalGroup.run(tp, decode_times, first_prompt(plan), setup.model, device, device=device)[0],
-        "workspace": [workspace_peak(tokens, device) for tokens in WORKSPACE_TOKENS],
-    }
+        results = ladder.on_threads(FEW, on_rank, plan, "threads", model, progress, device=device)
+    return results | {"workspace": [workspace_peak(tokens, device) for tokens in WORKSPACE_TOKENS]}
 
 
 def processes(plan: Plan, part: str) -> tuple[int, dict | None]:
@@ -169,49 +168,23 @@ def as_process(plan: Plan, part: str, out: Path) -> int:
     return 0
 
 
-def on_rank(group, plan: Plan, part: str, model: Model, progress) -> dict:
-    """What each process does; all of them get the same results, times aside."""
-    reports = [verify.report(group, settings, model, group.device, progress) for settings in plan.settings(part)]
-    results = {"verify": [verify_report.as_json(report) for report in reports]}
-    setup = ladder.Setup(model, group.size, group.size, "previous", group.device)
-    results["ladder"] = ladder_json(climb(group, setup, plan, progress), plan, setup)
+def on_rank(group: Group, plan: Plan, part: str, model: Model, progress: Callable | None) -> dict:
+    """What each rank does; all of them get the same results, times aside."""
+    device = model.weights["model.norm.weight"].device
+    reports = [verify.report(group, settings, model, device, progress) for settings in plan.settings(part)]
+    setup = ladder.Setup(model, group.size, group.size, "previous", device)
+    answers = lambda *asked: ladder.on_rank(group, setup, *asked, progress)  # noqa: E731
+    rows = ladder.climb(answers, plan.prompts, plan.classes)
+    results = {
+        "verify": [verify_report.as_json(report) for report in reports],
+        "ladder": ladder_report.as_json(rows, plan.prompts, setup, ladder.repaired(rows, plan.prompts)),
+    }
+    if part != "shared":
+        results["decode"] = decode_times(group, corpus.prompts(plan.classes[0], 1)[0].ids, model, device)
     if part == "processes":
-        results["decode"] = decode_times(group, first_prompt(plan), model, group.device)
-        tokens = COMBINE_TOKENS[group.device.type]
+        tokens = COMBINE_TOKENS[device.type]
         results["combine"] = [combine_time(group, method, count) for count in tokens for method in combine.METHODS]
     return results
-
-
-def first_prompt(plan: Plan) -> list[int]:
-    """The prompt after which a decode step is timed."""
-    return corpus.prompts(plan.classes[0], 1)[0].ids
-
-
-def ladder_json(rows, plan: Plan, setup: ladder.Setup) -> dict:
-    """A ladder for the record."""
-    return ladder_report.as_json(rows, plan.prompts, setup, ladder.repaired(rows, plan.prompts))
-
-
-def climb(group: Group, setup: ladder.Setup, plan: Plan, progress: Callable | None) -> list[ladder.Row]:
-    """ladder.run where each process is a rank."""
-    asked = {name: corpus.prompts(name, plan.prompts) for name in plan.classes}
-    rows, reference = [], {}
-    for rung in (ladder.REFERENCE, *ladder.RUNGS):
-        for name in (name for name in asked if rung in (ladder.REFERENCE, *ladder.LONG_RUNGS.get(name, ladder.RUNGS))):
-            generations, failure = rung_answers(group, setup, rung, name, asked[name], progress)
-            reference.setdefault(name, generations)
-            rows.append(ladder.row(rung, name, asked[name], generations, reference[name], failure))
-    return rows
-
-
-def rung_answers(group: Group, setup: ladder.Setup, rung: str, name: str, prompts, progress: Callable | None):
-    """The answers of one rung to one class, or why there are none: every rank plans alike, so all fail or none."""
-    report = (lambda done, total: progress(rung, name, done, total)) if progress else None
-    try:
-        engine = ladder.make_engine(setup, rung, max(len(prompt.ids) for prompt in prompts), group)
-        return [ladder.answer(engine, prompt.ids, corpus.CACHED.get(name, 0), report) for prompt in prompts], None
-    except workspace.WorkspaceError as error:
-        return [], f"workspace: {error}"
 
 
 # --- the table --------------------------------------------------------------------------------------------------------

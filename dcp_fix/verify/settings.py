@@ -52,6 +52,7 @@ class Settings:
             raise UserError(f"passes {listed(self.passes)}: choose from {listed(PASSES)}")
         if self.plant is not None:
             self.check_plant()
+        self.check_passes()
         if self.combine in EXACT:
             for size in self.dcp:
                 exact.check_classes(exact.CLASSES, size)
@@ -59,8 +60,15 @@ class Settings:
         if self.cuda_graphs and (device.type != "cuda" or self.share_gpus):
             raise UserError("--cuda-graphs needs --device cuda, and ranks that do not share a GPU through gloo")
 
+    def check_passes(self) -> None:
+        """Raise UserError for settings of the free pass without it: they would do nothing."""
+        asked = {"--logits": self.logits, "--cuda-graphs": self.cuda_graphs, "--prompts": self.prompts > 1}
+        if "free" not in self.passes and any(asked.values()):
+            given = ", ".join(name for name, value in asked.items() if value)
+            raise UserError(f"{given}: no meaning with --passes forced, which answers nothing; add free")
+
     def check_plant(self) -> None:
-        """Raise UserError for a defect that is not in the cabinet or cannot be planted here."""
+        """Raise UserError for a defect that nobody knows or that cannot be planted here."""
         if self.plant not in planted.PLANTS:
             raise UserError(f"no planted defect {self.plant!r}; --plant list names them")
         if self.combine in EXACT or self.cuda_graphs:

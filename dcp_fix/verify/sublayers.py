@@ -1,8 +1,8 @@
-"""One rank's witness: what every sublayer of a run made of its input, and whether a second run makes the same of it.
+"""One rank's watcher: what every sublayer of a run made of its input, and whether a second run makes the same of it.
 
 The first run, DCP1, is recorded. In a second run each sublayer gets the recorded output of the one before, so that
 every sublayer works on the very input that DCP1's had: differences cannot pile up, and the first one that is more than
-rounding names the sublayer. The witness stands between engine and group: what an all-reduce completes is compared, and
+rounding names the sublayer. The watcher stands between engine and group: what an all-reduce completes is compared, and
 the recorded tensor is handed on; so are the logits, and with them the token.
 
 Compared in every bit: prefix hit, lengths, slots, normed rows, cached bytes, selection, queries, gathered heads. Where
@@ -37,8 +37,8 @@ class Parted(Exception):
     """The run no longer does the same batches as the reference."""
 
 
-class Witness:
-    """Watches one engine. Without `reference` it records; with one, the `seen` of a recording witness, it compares."""
+class Watcher:
+    """Watches one engine. Without `reference` it records; with one, the `seen` of a recording watcher, it compares."""
 
     def __init__(self, group, reference: dict | None = None, exact: bool = False) -> None:
         self.group, self.reference, self.exact = group, reference, exact
@@ -73,7 +73,7 @@ class Witness:
         return self.near("logits", whole).clone()  # a decode step in fixed memory writes into what it got
 
     def watch(self, engine: Engine) -> Engine:
-        """Look over the shoulder of the engine, which was made with this witness as its group."""
+        """Look over the shoulder of the engine, which was made with this watcher as its group."""
         attention = self.attention = engine.attention
         self.dcp, self.dtype = attention.dcp, engine.model.weights["model.norm.weight"].dtype
         self.ops = attention.ops

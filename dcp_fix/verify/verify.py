@@ -30,9 +30,10 @@ from dcp_fix.base.errors import UserError
 from dcp_fix.engine.engine import resolve_device
 from dcp_fix.engine.exact_attention import METHODS as EXACT
 from dcp_fix.engine.model import Model
+from dcp_fix.ladder import ladder
 from dcp_fix.ladder import report as ladder_report
 from dcp_fix.ranks import launch
-from dcp_fix.ranks.group import TIMEOUT_S, Group, GroupError, LocalGroup
+from dcp_fix.ranks.group import TIMEOUT_S, Group, LocalGroup
 from dcp_fix.ranks.place import enough_gpus, inside
 from dcp_fix.ranks.torch_group import joined
 from dcp_fix.records import machine
@@ -40,11 +41,11 @@ from dcp_fix.records.records import deliver_record
 from dcp_fix.tiny import corpus
 from dcp_fix.verify import forced as forced_pass
 from dcp_fix.verify import report as verify_report
-from dcp_fix.verify.free import Row, Run, Traced, answers, compare
+from dcp_fix.verify.free import FreeRow, Run, Traced, answers, compare
 from dcp_fix.verify.settings import CLASSES, Settings, listed
-from dcp_fix.verify.sublayers import Witness
+from dcp_fix.verify.sublayers import Watcher
 
-__all__ = ["CLASSES", "Report", "Row", "Run", "Settings", "Traced", "compare", "listed", "main", "report"]
+__all__ = ["CLASSES", "Report", "FreeRow", "Run", "Settings", "Traced", "compare", "listed", "main", "report"]
 NAME_BYTES = 64  # of a device's name, when the ranks tell each other theirs
 
 
@@ -55,18 +56,18 @@ class Report:
     settings: Settings
     transport: str  # threads, gloo or nccl
     devices: list[str]  # of each process
-    rows: list[Row]
+    rows: list[FreeRow]
     odd_ranks: list[int]
-    forced: tuple[forced_pass.Row, ...] = ()
+    forced: tuple[forced_pass.ForcedRow, ...] = ()
 
     @property
-    def wrong(self) -> list[Row]:
+    def wrong(self) -> list[FreeRow]:
         """The runs that differ from the reference in what must be the same: exact mode promises the logits."""
         bits = self.settings.logits or self.settings.combine in EXACT
         return [row for row in self.rows if not row.same or (bits and not row.logits_identical)]
 
     @property
-    def parted(self) -> list[forced_pass.Row]:
+    def parted(self) -> list[forced_pass.ForcedRow]:
         """The forced runs in which a sublayer makes something else of DCP1's input."""
         return [row for row in self.forced if not row.ok]
 
@@ -90,7 +91,7 @@ def report(group: Group, settings: Settings, model: Model, device, progress: Cal
 
 def measure(
     group: Group, settings: Settings, model: Model, device, progress
-) -> tuple[list[Run], list[forced_pass.Row]]:
+) -> tuple[list[Run], list[forced_pass.ForcedRow]]:
     """Every prompt at every DCP size, in that order, and the rows of the forced pass."""
     runs, rows = [], []
     for name in settings.classes:
@@ -98,10 +99,10 @@ def measure(
         case, prompts = forced_pass.class_case(name), corpus.prompts(name, settings.prompts)
         for size in settings.dcp if "free" in settings.passes else ():
             keeps = size == 1 and "forced" in settings.passes and not settings.cuda_graphs
-            witness = Witness(Traced(group)) if keeps else None
-            runs += answers(group, settings, model, device, size, name, prompts, progress, witness)
-            if witness:
-                by_step.keep(case, settings.dcp, witness.seen)
+            watcher = Watcher(Traced(group)) if keeps else None
+            runs += answers(group, settings, model, device, size, name, prompts, progress, watcher)
+            if watcher:
+                by_step.keep(case, settings.dcp, watcher.seen)
         if "forced" in settings.passes:
             rows += by_step.rows(case, settings.dcp, settings.ops)
     if "forced" in settings.passes:
@@ -148,7 +149,11 @@ def main(
             raise UserError(f"--procs {procs} with --tp {settings.tp}: a process is a rank; give both the same number")
         if settings.device == "cuda":
             enough_gpus(procs, settings.share_gpus)
+        elif settings.share_gpus:
+            raise UserError("--share-gpus needs --device cuda")
         return launch.launch([sys.executable, "-m", "dcp_fix", *sys.argv[1:]], procs)
+    if settings.share_gpus:
+        raise UserError("--share-gpus is for processes, --procs; threads share one device anyway")
     return finish(as_threads(settings, timeout), 0, record_path)
 
 
@@ -157,11 +162,8 @@ def as_threads(settings: Settings, timeout: float = TIMEOUT_S) -> Report:
     device = resolve_device(settings.device)
     model = Model.load(settings.checkpoint, device, settings.dtype)
     with ladder_report.progress() as progress:
-        rank = lambda group: report(group, settings, model, device, progress)  # noqa: E731
-        try:
-            return LocalGroup.run(settings.tp, rank, timeout=timeout, device=device)[0]
-        except GroupError as error:
-            raise error.__cause__ or error from None
+        asked = settings, model, device, progress
+        return ladder.on_threads(settings.tp, report, *asked, timeout=timeout, device=device)
 
 
 def as_process(settings: Settings, timeout: float = TIMEOUT_S) -> tuple[Report, int]:

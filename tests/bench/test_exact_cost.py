@@ -54,7 +54,7 @@ def test_the_mirror_is_a_group_whose_peers_say_the_same():
 
 def run(monkeypatch, *arguments):
     monkeypatch.setattr(exact_cost, "REPEATS", 2)
-    monkeypatch.setattr(sys, "argv", ["dcp-fix", "bench", "--device", "cpu", *arguments])
+    monkeypatch.setattr(sys, "argv", ["dcp-fix", "bench", "exact", "--device", "cpu", *arguments])
     with pytest.raises(SystemExit) as stop:
         cli.main()
     return stop.value.code or 0

@@ -1,15 +1,13 @@
 """kernel_bench.py under the interpreter, in small sizes and fp32: right results are timed, wrong ones refused."""
 
-import sys
-
 import pytest
 import torch
 
 pytest.importorskip("triton")
-from dcp_fix import cli
 from dcp_fix.base.errors import UserError
 from dcp_fix.bench import kernel_bench, kernel_cases
-from dcp_fix.bench.kernel_bench import Ceilings, Row, measure
+from dcp_fix.bench.kernel_bench import Ceilings, KernelTime, measure
+from dcp_fix.bench.upstream import NORM_ROPE, Pieces
 
 pytestmark = [
     pytest.mark.timeout(120),
@@ -34,7 +32,7 @@ def small(monkeypatch):
     monkeypatch.setattr(kernel_cases, "fused_norm_rope", reference_norm)
     monkeypatch.setattr(kernel_bench, "CALLS", 1)
     monkeypatch.setattr(kernel_bench, "launches", lambda call: [call() and 4.0] + [5.0, 6.0, 9.0])
-    monkeypatch.setattr(kernel_bench, "replays", lambda call, calls, repeats=20: [call() and 4.0] + [5.0, 6.0, 9.0])
+    monkeypatch.setattr(kernel_bench, "replays", lambda call, repeats=20: [call() and 0.016, 0.020, 0.024, 0.036])
 
 
 def reference_norm(inputs):
@@ -90,28 +88,38 @@ def test_memory_that_is_never_written_is_not_a_result():
 
 
 def test_the_table_compares_with_the_first_of_upstream():
-    row = lambda name, us: Row("attend", {"T": 1}, name, 1e-3, 1e-2, us, us, us, 2.0)  # noqa: E731
+    row = lambda name, us: KernelTime("attend", {"T": 1}, name, 1e-3, 1e-2, us, us, us, 2.0)  # noqa: E731
     rows = [row("here", 4.0), row("upstream as fed", 8.0), row("upstream packed and cut", 5.0)]
     assert kernel_bench.baseline(rows, rows[0]) is rows[1]
     cells = {column.header: list(column.cells) for column in kernel_bench.table(rows).columns}
     assert cells["x upstream"] == ["0.50", "1.00", "0.62"] and cells["of floor"] == ["50%", "25%", "40%"]
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [(["--kernels"], "there is no GPU here"), (["--against", "."], "there is no GPU here"),
-     (["--against", "nowhere"], "does not exist")],
-)  # fmt: skip
-def test_without_a_gpu_nothing_is_timed(monkeypatch, capsys, arguments, message):
-    monkeypatch.setattr(sys, "argv", ["dcp-fix", "bench", *arguments])
-    with pytest.raises(SystemExit) as stop:
-        cli.main()
-    assert stop.value.code == 2 and message in capsys.readouterr().err
+def test_without_a_gpu_nothing_is_timed():
+    with pytest.raises(UserError, match="there is no GPU here"):
+        kernel_bench.main(("norm",), None, None)
 
 
 def test_unknown_works_and_folders_without_vllm_are_refused(monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     with pytest.raises(UserError, match="no work sort; choose from launch, norm, combine, attend"):
-        kernel_bench.main(("norm", "sort"), None, False, None)
+        kernel_bench.main(("norm", "sort"), None, None)
     with pytest.raises(UserError, match="holds no folder vllm"):
-        kernel_bench.main(("norm",), tmp_path, False, None)
+        kernel_bench.main(("norm",), tmp_path, None)
+
+
+@pytest.mark.parametrize(
+    "source, said",
+    [
+        ("import sys; sys.exit(0)", "cannot be executed .SystemExit: 0."),
+        ("raise KeyError('x')", "cannot be executed .KeyError: 'x'."),
+        ("def fused(", "cannot be executed .SyntaxError"),
+        ("x = 1", "has no fused_norm_rope"),
+    ],
+)
+def test_a_vllm_whose_module_is_no_help_is_refused(tmp_path, source, said):
+    file = tmp_path / NORM_ROPE
+    file.parent.mkdir(parents=True)
+    file.write_text(source)
+    with pytest.raises(UserError, match=f"kernels.py: {said}"):
+        Pieces(tmp_path).norm_rope()

@@ -148,20 +148,22 @@ def test_the_history_of_few_tokens_ends_at_the_record():
     close(rows_of("### Few tokens", "**FlashMLA in use")[0], [best(64, 64, dcp) for dcp in (1, 4, 8)])
 
 
-def test_the_readme_says_where_ours_win_and_where_they_lose():
-    readme = " ".join((ROOT / "README.md").read_text().split())
-    ours, fed, packed = (attend(8192, 64, 4, c) / 1000 for c in ("here", FED, CUT))
-    assert (
-        f"64 heads: {ours:.1f} ms, where vLLM feeds FlashMLA three holes of four and takes {fed:.1f} ({packed:.1f}"
-        in readme
-    )
-    ours, fed, packed = (attend(8192, 16, 4, c) / 1000 for c in ("here", FED, CUT))
-    assert f"with 16 heads {ours:.1f} against {fed:.1f} ({packed:.1f})" in readme
-    assert f"take {attend(64, 64, 4):.0f} us, with FlashMLA in use {best(64, 64, 4):.0f}, packed and cut" in readme
-    assert f"packed and cut {cut(64, 64, 4):.0f}" in readme
-    slower = [
-        name
-        for name, recorded, limit in goals()
-        if name.split()[0] in ("norm,", "launch", "combine,") and recorded > limit
-    ]
-    assert slower == []
+def test_no_launch_no_norm_and_no_combine_is_slower_than_upstream():
+    slower = [name for name, recorded, limit in goals() if recorded > limit]
+    assert not [name for name in slower if name.split()[0] in ("norm,", "launch", "combine,")]
+
+
+@pytest.mark.parametrize(
+    "said, time",
+    [
+        ("64 heads: {:.1f} ms", attend(8192, 64, 4) / 1000),
+        ("and takes {:.1f} (", attend(8192, 64, 4, FED) / 1000),
+        ("with 16 heads {:.1f} against", attend(8192, 16, 4) / 1000),
+        ("take {:.0f} us, with FlashMLA in use", attend(64, 64, 4)),
+        ("with FlashMLA in use {:.0f}, packed", best(64, 64, 4)),
+        ("packed and cut {:.0f}", cut(64, 64, 4)),
+    ],
+)
+def test_the_pages_say_where_ours_win_and_where_they_lose(said, time):
+    pages = [ROOT / "README.md", *sorted((ROOT / "dcp_fix").rglob("*.md"))]
+    assert said.format(time) in " ".join(" ".join(page.read_text() for page in pages).split())

@@ -34,6 +34,7 @@ from dcp_fix.ranks.group import LocalGroup
 from dcp_fix.tiny import corpus
 from dcp_fix.verify import verify
 from tests.checkpoints import random_checkpoint, random_tokens
+from tests.exact.near_tie import near_tie
 from tests.processes import run_ranks
 
 TP, CLASSES, SCALE = 8, 8, 0.07
@@ -373,13 +374,26 @@ def test_the_ordinary_prefix_cache_would_show(model, monkeypatch):
 # --- how much it matters ----------------------------------------------------------------------------------------------
 
 
+def test_the_difference_in_numbers_and_a_token_that_flips(model):
+    """The ordinary combine: nearly every logit has other bits, and on a near tie another token is chosen."""
+    prompt = PROMPTS[1]
+    answer = exact_compare.answer
+    ordinary = [answer(model, prompt, 4, TP, size, "a2a") for size in (1, 8)]
+    apart = exact_compare.bits("a2a", 8, *reversed(ordinary)).ulps
+    assert (apart > 0).float().mean() > 0.5 and apart.max() > 1
+    tied, step = near_tie(model, *ordinary)
+    for method, parted in (("a2a", step), ("exact", None)):
+        runs = [answer(tied, prompt, step + 1, TP, size, method) for size in (8, 1)]
+        assert exact_compare.bits(method, 8, *runs).first_token == parted
+        assert (runs[0].digests == runs[1].digests) is (method == "exact")
+
+
 def test_only_equal_bits_are_no_distance_apart():
     nan, one = float("nan"), 1.0 + 2**-23
     a, b = torch.tensor([1.0, 1.0, 0.0, nan, nan, 1.0]), torch.tensor([1.0, one, -0.0, nan, 1.0, nan])
     got = exact_compare.ulps_of(a, b)
     assert got[:2].tolist() == [0.0, 1.0] and 0 < got[2] < 1e-30
     assert got[3:].tolist() == [0.0, float("inf"), float("inf")]
-    assert exact_compare.Bits("a2a", 2, [], [], got, None).differing == pytest.approx(4 / 6)
 
 
 @pytest.mark.parametrize("length", [1, 64, 700, 8192])
@@ -433,9 +447,3 @@ def test_the_command_passes_exact_and_logits_on(monkeypatch):
     with pytest.raises(SystemExit):
         cli.main()
     assert calls == [verify.Settings(tp=8, dcp=SIZES, combine="exact", logits=True)]
-
-
-def test_no_near_tie_without_other_bits(model):
-    run = exact_compare.answer(model, PROMPTS[0], 2, 1, 1, "a2a")
-    with pytest.raises(ValueError, match="take a longer answer"):
-        exact_compare.near_tie(model, run, run)

@@ -1,4 +1,3 @@
-# ruff: noqa: E501 - lines of code, as they stand in the sources
 """The defects that `make mutants` puts in: (file, what stands there, what is put there, the tests that must notice)."""
 
 OWNERSHIP = "tests/test_ownership.py"
@@ -301,14 +300,9 @@ MUTANTS = [
     # --- records ---
     ("dcp_fix/records/records.py", "ge=SCHEMA_VERSION, le=SCHEMA_VERSION", "ge=SCHEMA_VERSION", RECORDS),
     ("dcp_fix/records/records.py", ', pattern="^[0-9a-f]{40}$"', "", RECORDS),
-    (
-        "tests/records/consistency.py",
-        '    yield from (\n        f"{name}: {key} {answer[key]}, and it is {value}" for key, value in truth.items() if answer[key] != value\n    )\n',
-        "",
-        CONSISTENCY,
-    ),
+    ("tests/records/consistency.py", "if found[key] != value", "if False", CONSISTENCY),
     ("tests/records/consistency.py", "apart / 2 - eps <= ulps * eps <= 2 * apart + eps", "ulps >= 0", CONSISTENCY),
-    ("tests/records/consistency.py", 'if row["logits_identical"] is not identical:', "if False:", CONSISTENCY),
+    ("tests/records/consistency.py", '"logits_identical": row["logits"] == reference["logits"],', "", CONSISTENCY),
     ("dcp_fix/base/equality.py", "return power_of_two * info.eps", "return power_of_two * info.eps / 2", EQUALITY),
     (
         "dcp_fix/base/equality.py",

@@ -8,11 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from dcp_fix import cli, combine
+from dcp_fix import combine
 from dcp_fix.base.errors import UserError
+from dcp_fix.bench.costs import workspace_peak
+from dcp_fix.ladder import ladder
 from dcp_fix.ranks import launch
 from dcp_fix.ranks.place import VARIABLES
 from dcp_fix.records.records import load_record
+from dcp_fix.tiny import corpus
 from dcp_fix.verify import multi_gpu, verify
 from dcp_fix.verify.multi_gpu import Plan
 from dcp_fix.workspace import MIB
@@ -33,49 +36,42 @@ def done(tmp_path_factory):
 
 def test_one_command_makes_one_record_and_a_short_table(done):
     printed, record = done
-    assert set(record["results"]["parts"]) == {"threads", "processes"}
+    assert set(record["results"]["parts"]) == {"processes"}
     assert record["command"].startswith("python -m dcp_fix multi-gpu --device cpu --ranks 2")
-    assert all(ok for *_, ok in record["results"]["summary"])
-    for text in (
-        "threads, 2 ranks",
-        "processes, 2 ranks",
-        "ladder",
-        "DCP 1, 2: ag_rs",
-        "DCP 1, 2: a2a",
-        "DCP 1, 2: exact",
-        "workspace, 8192",
-    ):
+    assert all(ok for *_, ok in record["results"]["summary"]) and "--part" not in json.dumps(record)
+    for text in ("processes, 2 ranks", "ladder", "DCP 1, 2: ag_rs", "DCP 1, 2: a2a", "DCP 1, 2: exact"):
         assert text in printed
-    assert "combine, 64 tokens" in printed and "--part" not in json.dumps(record)
+    assert "combine, 64 tokens" in printed
 
 
 def test_real_ranks_climb_the_same_ladder(done):
-    """Garbage included: token for token what the threads print."""
-    ladders = [done[1]["results"]["parts"][part]["ladder"] for part in ("threads", "processes")]
-    tokens = [[(r["rung"], [a["tokens"] for a in r["answers"]], r["failure"]) for r in x["rows"]] for x in ladders]
-    assert tokens[0] == tokens[1] and len(tokens[0]) == 6
-    assert [x["repaired"] for x in ladders] == [True, True]
+    """Garbage included: token for token what threads print."""
+    found = done[1]["results"]["parts"]["processes"]["ladder"]
+    setup = ladder.load(corpus.CHECKPOINT, 2, 2, "previous", "cpu")
+    rows = ladder.run(setup, classes=("512",), rungs=(ladder.FIRST, ladder.LAST))
+    tokens = {row["rung"]: [answer["tokens"] for answer in row["answers"]] for row in found["rows"]}
+    assert found["repaired"] and list(tokens) == [ladder.REFERENCE, *ladder.RUNGS]
+    assert all(tokens[row.rung] == [answer.tokens for answer in row.answers] for row in rows)
 
 
-def test_verifications_over_gloo_have_the_digests_of_threads(done):
-    reports = [done[1]["results"]["parts"][part]["verify"] for part in ("threads", "processes")]
-    assert [r["transport"] for r in reports[0] + reports[1]] == ["threads"] * 3 + ["gloo"] * 3
-    assert (
-        all(row["logits_identical"] for row in reports[1][2]["rows"])
-        and not reports[1][0]["rows"][1]["logits_identical"]
-    )
-    assert [r["rows"] for r in reports[0]] == [r["rows"] for r in reports[1]]
+def test_every_combine_was_verified_and_timed(done):
+    part = done[1]["results"]["parts"]["processes"]
+    assert [(r["settings"]["combine"], r["transport"]) for r in part["verify"]] == [
+        (method, "gloo") for method in (*combine.METHODS, "exact")
+    ]
+    same = [all(row["logits_identical"] for row in report["rows"]) for report in part["verify"]]
+    assert same == [False, False, True]
+    assert [(row["tokens"], row["method"]) for row in part["combine"]] == [
+        (tokens, method) for tokens in (1, 64) for method in combine.METHODS
+    ]
+    assert all(row["ms"] > 0 for row in part["combine"]) and part["decode"]["plain"] > 0
 
 
-def test_costs_are_recorded(done):
-    parts = done[1]["results"]["parts"]
-    rows = parts["processes"]["combine"]
-    assert [(row["tokens"], row["method"]) for row in rows] == [(t, m) for t in (1, 64) for m in combine.METHODS]
-    assert all(row["ms"] > 0 for row in rows) and parts["processes"]["decode"]["plain"] > 0
-    by_tokens = {row["tokens"]: row for row in parts["threads"]["workspace"]}
-    # 2052 MiB of accumulators beside the result, as issue 53413 reports for 8192 tokens of 64 heads
-    extra = by_tokens[8192]["broken_planned_bytes"] - by_tokens[8192]["fixed_planned_bytes"]
-    assert extra / MIB == pytest.approx(2052, abs=0.1) and by_tokens[8192]["fixed_peak_bytes"] is None
+def test_the_workspace_before_and_after_the_fix():
+    """2052 MiB of accumulators beside the result, as issue 53413 reports for 8192 tokens of 64 heads."""
+    row = workspace_peak(8192, torch.device("cpu"))
+    assert (row["broken_planned_bytes"] - row["fixed_planned_bytes"]) / MIB == pytest.approx(2052, abs=0.1)
+    assert row["fixed_peak_bytes"] is None and multi_gpu.workspace_row(row)[-1]
 
 
 # --- what it would run ------------------------------------------------------------------------------------------------
@@ -112,12 +108,10 @@ def test_without_a_gpu_it_says_so(monkeypatch):
         multi_gpu.most_ranks("cuda")
 
 
-def test_a_part_that_fails_ends_it_without_a_record(monkeypatch, tmp_path, capsys):
-    monkeypatch.setattr(multi_gpu, "as_threads", lambda plan: {})
-    monkeypatch.setattr(multi_gpu, "summary", lambda *part: [("threads", "ladder", "kept on the screen", True)])
+def test_a_part_that_fails_ends_it_without_a_record(monkeypatch, tmp_path):
     monkeypatch.setattr(launch, "launch", lambda command, procs: 137)
     assert multi_gpu.main(Plan("cpu", 2, ("512",)), tmp_path / "r.json") == 137
-    assert list(tmp_path.iterdir()) == [] and "kept on the screen" in capsys.readouterr().out
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_under_torchrun_it_refuses(monkeypatch):
@@ -128,18 +122,8 @@ def test_under_torchrun_it_refuses(monkeypatch):
 
 
 def test_settings_that_cannot_run_are_refused_first(monkeypatch):
-    monkeypatch.setattr(multi_gpu, "as_threads", lambda plan: pytest.fail("started"))
+    monkeypatch.setattr(launch, "launch", lambda *arguments: pytest.fail("started"))
     with pytest.raises(UserError, match="TP size of 3"):
         multi_gpu.main(Plan("cpu", 3, ("512",)))
     with pytest.raises(UserError, match="climb the last rungs only"):
         multi_gpu.main(Plan("cpu", 2, ("8192",)))
-
-
-def test_the_command_passes_its_options_on(monkeypatch, tmp_path):
-    calls = []
-    monkeypatch.setattr(multi_gpu, "main", lambda *passed: calls.append(passed) or 0)
-    arguments = ["--device", "cpu", "--ranks", "4", "--classes", "512,8192", "--prompts", "3"]
-    monkeypatch.setattr(sys, "argv", ["dcp-fix", "multi-gpu", *arguments, "--record", str(tmp_path / "r.json")])
-    with pytest.raises(SystemExit):
-        cli.main()
-    assert calls == [(Plan("cpu", 4, ("512", "8192"), 3), tmp_path / "r.json", None, None)]

@@ -42,7 +42,7 @@ def run(model, case, size, ops=None, tp=4, combine="ag_rs"):
     return LocalGroup.run(tp, lambda group: forced.Forced(group, model, combine).rows(case, (size,), ops))[0][0]
 
 
-# --- the cabinet ------------------------------------------------------------------------------------------------------
+# --- planted defects --------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("size", SETTINGS.dcp[1:])
@@ -148,11 +148,22 @@ def test_the_list_names_every_planted_defect(monkeypatch, capsys):
     assert all(name in said and plant.who in said for name, plant in planted.PLANTS.items())
 
 
-def test_the_cabinet_is_recorded(monkeypatch, capsys, tmp_path):
+def test_all_planted_is_recorded(monkeypatch, capsys, tmp_path):
     few = {name: planted.PLANTS[name] for name in ("short-length", "no-interleave")}
     monkeypatch.setattr(planted, "PLANTS", few)
     monkeypatch.setattr(forced, "small_cases", lambda: [SMALL["ties"]])
-    arguments = ["--cabinet", "--classes", "512", "--tp", "2", "--dcp", "1,2", "--record", str(tmp_path / "r.json")]
+    arguments = [
+        "--plant",
+        "all",
+        "--classes",
+        "512",
+        "--tp",
+        "2",
+        "--dcp",
+        "1,2",
+        "--record",
+        str(tmp_path / "r.json"),
+    ]
     status, said = command(monkeypatch, capsys, *arguments)
     assert status == 0 and "2 of 2 planted defects are caught and named." in said
     results = load_record(tmp_path / "r.json")["results"]
