@@ -121,6 +121,11 @@ def in_ladder(run: dict) -> Iterator[str]:
         yield f"the verdict of a ladder: {run['verdict']}"
 
 
+def whole(rows: list[dict], prompts: int) -> bool:
+    """Whether every answer of some rows is DCP1's; one with a logprob that is no number proves nothing."""
+    return all(not row["failure"] and row["equal"] == prompts and not row["nan"] for row in rows)
+
+
 def in_real_ladder(run: dict) -> Iterator[str]:
     """The same in real vLLM; every rung was booted, by the release and with the sizes that the record names."""
     yield from in_rows(run, asked=isinstance(run["terms"]["model"], dict))  # and not another model's name
@@ -133,11 +138,12 @@ def in_real_ladder(run: dict) -> Iterator[str]:
         sizes |= {} if rung == ladder.REFERENCE else {"decode_context_parallel_size": run["dcp"]}
         yield from false(f"boot of {rung}", boot | {"engine": f"vLLM {boot['vllm']}"}, {"engine": run["engine"]})
         yield from false(f"boot of {rung}", boot["llm"], sizes)
-    whole = lambda rows: all(not row["failure"] and row["equal"] == run["prompts"] and not row["nan"] for row in rows)
     cured = [row for row in run["rows"] if row["rung"] == PLUGIN]
     sick = [row for row in run["rows"] if row["rung"] not in HEALTHY]
     yield from false(
-        "a ladder in real vLLM", run, {"repaired": bool(cured) and whole(cured) and bool(sick) and not whole(sick)}
+        "a ladder in real vLLM",
+        run,
+        {"repaired": bool(cured) and whole(cured, run["prompts"]) and bool(sick) and not whole(sick, run["prompts"])},
     )
     for rung in dict.fromkeys(row["rung"] for row in run["rows"] if row["rung"] != ladder.REFERENCE):
         equal = [row["equal"] for row in run["rows"] if row["rung"] == rung]
