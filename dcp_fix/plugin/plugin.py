@@ -51,7 +51,8 @@ def look_and_repair() -> None:
     root = Path(list(spec.submodule_search_locations)[0]).parent
     defects = find_defects(root)
     if named := ", ".join(sorted(defects & REPAIRED)):
-        logger.info("dcp_fix: this vLLM has %s (%s); repaired when the module is imported", named, reach(root).how)
+        how = reach(root).how
+        logger.info("dcp_fix: this vLLM has %s (%s); to be repaired when its module is imported", named, how)
     if asked := put_back.parse(os.environ.get(put_back.VARIABLE, "")):
         logger.warning("dcp_fix: %s put back when the module is imported: answers will be wrong", ", ".join(asked))
     if packing := pack.hooks(os.environ.get(pack.VARIABLE, "")):
