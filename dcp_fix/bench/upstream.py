@@ -5,26 +5,23 @@
     pieces.norm_rope()        fused_norm_rope of models/deepseek_v32/common/kernels.py
     pieces.flashmla()         attention_flashmla.FlashMLA
 
-A module is executed from its file; what it imports of vLLM is answered by stand-ins, except triton and the
-platform. So it works where vLLM's requirements are missing, and only for what these modules do on their own: launch
-Triton kernels. Nothing here is copied: without the user's own wheel there is nothing to measure.
+A module is executed from its file, among the stand-ins of doctor/world.py. So it works where vLLM's requirements are
+missing, and only for what these modules do on their own: launch Triton kernels. Nothing here is copied: without the
+user's own wheel there is nothing to measure.
 It does not: run collectives, or choose defaults for the user.
 """
 
-import importlib.abc
-import importlib.util
-import sys
-from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 
 from dcp_fix.attention import flashmla as attention_flashmla
 from dcp_fix.base.errors import UserError, shown
+from dcp_fix.doctor.stand_ins import Hopper, module
+from dcp_fix.doctor.target import version_of
+from dcp_fix.doctor.world import load_module
 
 COMBINE = "vllm/v1/attention/ops/dcp.py"
 NORM_ROPE = "vllm/models/deepseek_v32/common/kernels.py"
@@ -39,8 +36,7 @@ class Pieces:
                 f"{root}: holds no folder vllm; name the folder that a wheel was unpacked or installed into"
             )
         self.root = root
-        found = sorted(root.glob("vllm-*.dist-info"))
-        self.version = found[0].name.split("-")[1].removesuffix(".dist") if found else "of unknown version"
+        self.version = version_of(root)[0] or "of unknown version"
 
     def flashmla(self) -> attention_flashmla.FlashMLA:
         return attention_flashmla.load(self.root)
@@ -57,18 +53,13 @@ class Pieces:
         file = self.root / path
         if not file.is_file():
             raise UserError(f"{self.root}: vLLM {self.version} has no {path}; 0.29 and 0.30 do")
-        name = path.removesuffix(".py").replace("/", ".")
-        with stand_ins():
-            spec = importlib.util.spec_from_file_location(name, file)
-            module = importlib.util.module_from_spec(spec)
-            sys.modules[name] = module
-            try:
-                spec.loader.exec_module(module)
-            except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever somebody else's code does
-                raise UserError(f"{file}: cannot be executed ({type(error).__name__}: {shown(error)})") from None
-        if lacking := [name for name in names if not hasattr(module, name)]:
+        try:
+            found = load_module(self.root, path.removesuffix(".py").replace("/", "."), stand_ins())
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - whatever somebody else's code does
+            raise UserError(f"{file}: cannot be executed ({type(error).__name__}: {shown(error)})") from None
+        if lacking := [name for name in names if not hasattr(found, name)]:
             raise UserError(f"{file}: has no {', '.join(lacking)}; 0.29 and 0.30 do")
-        return module
+        return found
 
 
 class Combine:
@@ -98,37 +89,8 @@ class Combine:
         return self.module._dcp_a2a_unpack_combine(arrived, width, arrived.shape[-1] - width, False, True)
 
 
-class StandIn:
-    """Answers for a class, a decorator or a value that a module names and the kernels never use."""
-
-    def __init__(self, *args, **kwargs) -> None:
-        pass
-
-    def __class_getitem__(cls, item):
-        return cls
-
-    def __call__(self, *args, **kwargs):
-        return self
-
-    def __getattr__(self, name: str):
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return StandIn()
-
-
-class StandInModule(ModuleType):
-    """A module of vLLM of which every name is a stand-in."""
-
-    __path__: list = []
-
-    def __getattr__(self, name: str):
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return type(name, (StandIn,), {})
-
-
-class Platform(StandIn):
-    """What the launchers ask of the platform."""
+class Platform(Hopper):
+    """What the launchers ask of the platform, of this machine."""
 
     def is_cuda(self) -> bool:
         return torch.cuda.is_available()
@@ -136,42 +98,10 @@ class Platform(StandIn):
     def is_arch_support_pdl(self) -> bool:
         return torch.cuda.is_available() and torch.cuda.get_device_capability() >= (9, 0)
 
-    def fp8_dtype(self) -> torch.dtype:
-        return torch.float8_e4m3fn
 
-
-TOLD = {
-    "vllm.triton_utils": {"triton": triton, "tl": tl},
-    "vllm.platforms": {"current_platform": Platform()},
-    "vllm.utils.torch_utils": {"is_quantized_kv_cache": lambda name: name.startswith("fp8")},
-}
-
-
-class Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Finds a stand-in for every module of vLLM."""
-
-    def find_spec(self, name, path=None, target=None):
-        return importlib.util.spec_from_loader(name, self, is_package=True) if name.split(".")[0] == "vllm" else None
-
-    def create_module(self, spec):
-        module = StandInModule(spec.name)
-        vars(module).update(TOLD.get(spec.name, {}))
-        return module
-
-    def exec_module(self, module) -> None:
-        pass
-
-
-@contextmanager
-def stand_ins():
-    """While a module is executed; a vLLM that was imported before is set aside and put back."""
-    aside = {name: sys.modules.pop(name) for name in list(sys.modules) if name.split(".")[0] == "vllm"}
-    finder = Finder()
-    sys.meta_path.insert(0, finder)
-    try:
-        yield
-    finally:
-        sys.meta_path.remove(finder)
-        for name in [name for name in sys.modules if name.split(".")[0] == "vllm"]:
-            del sys.modules[name]
-        sys.modules.update(aside)
+def stand_ins() -> dict[str, ModuleType]:
+    """What the modules use of the rest of vLLM."""
+    return {
+        "vllm.platforms": module(current_platform=Platform()),
+        "vllm.utils.torch_utils": module(is_quantized_kv_cache=lambda name: name.startswith("fp8")),
+    }

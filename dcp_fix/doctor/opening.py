@@ -7,7 +7,6 @@ Raises TargetError, which names the path and what is wrong with it.
 """
 
 import contextlib
-import importlib.metadata
 import importlib.util
 import tempfile
 from collections.abc import Iterator
@@ -57,19 +56,7 @@ def installed() -> Target:
             f"`import vllm` gives the folder {package}, which has no __init__.py and is no vLLM, and hides any other: "
             "start from another folder, or take it off PYTHONPATH"
         )
-    version, note = version_of(package.parent)
-    elsewhere = distribution_elsewhere(package)
-    return Target(f"installed ({package})", package.parent, version, note or elsewhere)
-
-
-def distribution_elsewhere(package: Path) -> str | None:
-    """A sentence about an installed vllm whose files are not those that are imported."""
-    for distribution in importlib.metadata.distributions(name="vllm"):
-        place = Path(str(distribution.locate_file("vllm")))
-        if (place / "__init__.py").is_file() and place.resolve() != package.resolve():
-            version = version_of(place.parent)[0] or "of unknown version"
-            return f"{package} is imported, and hides the vLLM {version} that is installed in {place}"
-    return None
+    return Target(f"installed ({package})", package.parent, *version_of(package.parent))
 
 
 def folder(path: Path) -> Target:

@@ -8,7 +8,6 @@ import pytest
 
 from dcp_fix.doctor import matrix
 from dcp_fix.doctor.probes import PROBES, VERDICTS, workspace_record
-from dcp_fix.doctor.reach import PROBED
 
 
 def test_every_release_has_every_probe_in_order():
@@ -53,14 +52,6 @@ def test_a_remedy_names_only_releases_that_a_check_has_shown_to_be_healthy(probe
         # 0.29.0 has the defect k-rows, and is named with what cures it there: the plugin and the option.
         cured = {"0.29.0"} if probe.id == "k-rows" else set()
         assert set(named) - cured <= {v for v in named if found[v] == "ok"}, (version, found)
-
-
-def test_the_release_with_k_rows_is_named_only_with_its_cures():
-    for probe in PROBES:
-        if probe.code in PROBED:
-            assert "0.30.0 or newer, or 0.29.0 with dcp_fix installed beside it" in probe.remedy
-            assert """or 0.29.0 with --attention-config '{"sparse_mla_force_mqa": true}'""" in probe.remedy
-            assert "0.29.0 or newer" not in probe.remedy
 
 
 def test_the_table_has_a_row_per_release_and_names_the_workspace_from_the_gpu():
