@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from dcp_fix.base.process import Stopped, status_of, stoppable
+from dcp_fix.base.process import Stopped, ending, status_of, stoppable
 from tests.tools.heeding import heed_signals
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -37,11 +37,16 @@ def test_a_signal_that_was_ignored_stays_ignored():
         signal.signal(signal.SIGHUP, before)
 
 
-def begun(folder, *arguments, ignored=()):
+def test_how_a_child_ended():
+    assert ending(3) == "ended with status 3" and ending(-9) == "was killed by SIGKILL"
+    assert ending(-40) == "was killed by signal 40"  # of real time, which has no name
+
+
+def begun(folder, *arguments):
     """A command in a process of its own, once it has said what it works at."""
     process = subprocess.Popen(
         [sys.executable, "-m", "dcp_fix", *arguments], cwd=folder, env=os.environ | {"PYTHONPATH": str(ROOT)},
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=lambda: heed_signals(ignored),
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=heed_signals,
     )  # fmt: skip
     assert "512 tokens" in process.stderr.readline()
     return process
@@ -50,7 +55,6 @@ def begun(folder, *arguments, ignored=()):
 @pytest.mark.parametrize(
     "number, arguments",
     [
-        (signal.SIGINT, ["reproduce", "--classes", "512", "--prompts", "200", "--json", "r.json"]),
         (signal.SIGTERM, ["reproduce", "--classes", "512", "--prompts", "200", "--json", "r.json"]),
         (signal.SIGINT, ["verify", "--classes", "512", "--prompts", "200", "--record", "r.json"]),
     ],
@@ -63,10 +67,3 @@ def test_a_signal_during_the_work_of_threads_leaves_nothing(tmp_path, number, ar
     assert process.returncode == 128 + number
     assert "Traceback" not in said and said.rstrip().endswith("stopped")
     assert list(tmp_path.iterdir()) == []
-
-
-def test_a_run_under_nohup_survives_the_end_of_its_terminal(tmp_path):
-    process = begun(tmp_path, "reproduce", "--classes", "512", ignored=[signal.SIGHUP])
-    process.send_signal(signal.SIGHUP)
-    process.terminate()
-    assert process.communicate(timeout=LIMIT_S) and process.returncode == 143

@@ -85,7 +85,7 @@ def test_a_boot_ends_with_all_that_it_started(begin, tmp_path, does, limit_s, sa
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
-def test_a_stopped_and_a_killed_parent_leave_no_process(begin, tmp_path, number):
+def test_a_signal_to_the_parent_leaves_no_process(begin, tmp_path, number):
     parent = begin("hang")
     wait_until(lambda: pids(tmp_path) or parent.poll() is not None)
     children = [int(pid) for pid in Path(f"/proc/{parent.pid}/task/{parent.pid}/children").read_text().split()]

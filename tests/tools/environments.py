@@ -41,7 +41,7 @@ QUICK = (
 )  # fmt: skip
 SIGNALS = (
     "tests/base/test_process.py", "tests/ranks/test_faults.py", "tests/doctor/test_doctor.py",
-    "tests/real_vllm/test_real_ladder.py",
+    "tests/real_vllm/test_boot.py",
     "-k", "signal or ctrl_c or interrupt or nohup",
 )  # fmt: skip
 LIMIT_S = 3600.0  # of a row: it only catches a hang
