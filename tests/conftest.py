@@ -1,6 +1,7 @@
 """What every test file shares: one torch thread, one meaning of TRITON_INTERPRET, `gpu` tests skipped without a GPU."""
 
 import os
+from pathlib import Path
 
 import pytest
 import torch
@@ -37,10 +38,39 @@ def pytest_pyfunc_call():
         pytest.skip(str(reason))
 
 
+# `make quick` leaves these out: beginnings of node ids, a whole folder, file or test of more than about two seconds.
+SLOW = (
+    "tests/attention/test_kernel.py::test_compiles",
+    "tests/base/test_process.py",
+    "tests/doctor/test_doctor.py",
+    "tests/exact/test_exact.py",
+    "tests/exact/test_kernel.py",
+    "tests/ladder/",
+    "tests/learn/test_browser.py",
+    "tests/learn/test_explorer.py",
+    "tests/learn/test_notebook_mutants.py",
+    "tests/norm_rope/test_norm_rope.py::test_hopper_code",
+    "tests/norm_rope/test_norm_rope.py::test_putting_a_defect_back",
+    "tests/ranks/test_faults.py",
+    "tests/ranks/test_torch_group.py",
+    "tests/real_vllm/test_real_ladder.py",
+    "tests/records/test_recorded.py",
+    "tests/test_cli.py::test_a_damaged_checkpoint",
+    "tests/test_cli.py::test_sizes_and_devices",
+    "tests/tiny/test_tiny.py::test_checkpoint",
+    "tests/tiny/test_tiny.py::test_training_lowers",
+    "tests/tools/test_endure.py",
+    "tests/upstream/",
+    "tests/verify/",
+)
+HERE = Path(__file__).resolve().parent.parent
+
+
 def pytest_collection_modifyitems(items):
-    """Skip `gpu` tests, with the reason in the report, where there is no CUDA device."""
-    if torch.cuda.is_available():
-        return
+    """Mark what is slow; skip `gpu` tests, with the reason in the report, where there is no CUDA device."""
     for item in items:
-        if item.get_closest_marker("gpu"):
+        name = f"{item.path.relative_to(HERE).as_posix()}::{item.name}" if item.path.is_relative_to(HERE) else ""
+        if name.startswith(SLOW):
+            item.add_marker("slow")
+        if item.get_closest_marker("gpu") and not torch.cuda.is_available():
             item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))

@@ -94,18 +94,18 @@ def test_checkpoint_fits_a_repository_and_holds_its_config():
     assert Model.load(corpus.CHECKPOINT).config == train.Trainer(0, "cpu").config
 
 
-@pytest.mark.parametrize(("name", "count", "least"), [("512", 40, 0.99), ("1536", 4, 0.95), ("1024+1536", 3, 0.95)])
-def test_checkpoint_answers_held_out_questions(model, name, count, least):
-    assert train.exact_match(model, name, count, seed=1, batch_tokens=2048) >= least
+@pytest.mark.parametrize(("name", "count"), [("512", 8), ("1536", 2)])
+def test_checkpoint_answers_held_out_questions(model, name, count):
+    assert train.exact_match(model, name, count, seed=1, batch_tokens=2048) == 1
 
 
 @torch.no_grad()
 def test_checkpoint_equals_transformers_on_held_out_prompts(model):
-    """Greedy tokens are equal, and logits differ by less than bf16 rounding (2**-8 of the largest) on 20 prompts."""
+    """Greedy tokens are equal, and logits differ by less than bf16 rounding (2**-8 of the largest)."""
     from transformers import GlmMoeDsaForCausalLM
 
     oracle = GlmMoeDsaForCausalLM.from_pretrained(corpus.CHECKPOINT, dtype=torch.float32).eval()
-    for prompt in corpus.prompts("512", 18, seed=3) + corpus.prompts("1536", 1) + corpus.prompts("1024+1536", 1):
+    for prompt in corpus.prompts("512", 2, seed=3) + corpus.prompts("1536", 1):
         ids = torch.tensor([prompt.ids + prompt.answer[:-1]])
         theirs = oracle(ids, use_cache=False, logits_to_keep=len(prompt.answer)).logits[0]
         ours = answer_logits(model, prompt)
@@ -114,21 +114,15 @@ def test_checkpoint_equals_transformers_on_held_out_prompts(model):
 
 
 def test_greedy_choice_has_a_margin_that_rounding_cannot_cross(model):
-    for prompt in corpus.prompts("512", 5):
+    for prompt in corpus.prompts("512", 2):
         first, second = answer_logits(model, prompt).topk(2, -1).values.unbind(-1)
         assert (first - second).min() > 0.5
 
 
 def small_trainer(monkeypatch):
     small = {"hidden_size": 32, "kv_lora_rank": 32, "q_lora_rank": 32, "num_attention_heads": 2, "v_head_dim": 16}
-    small |= {
-        "qk_nope_head_dim": 16,
-        "qk_rope_head_dim": 16,
-        "qk_head_dim": 32,
-        "num_key_value_heads": 2,
-        "index_n_heads": 2,
-        "index_head_dim": 32,
-    }
+    small |= {"qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "qk_head_dim": 32, "num_key_value_heads": 2}
+    small |= {"index_n_heads": 2, "index_head_dim": 32}
     monkeypatch.setattr(train, "GEOMETRY", train.GEOMETRY | small | {"index_topk": 24})
     return train.Trainer(0, "cpu", batch_tokens=576, rate=3e-3)
 
