@@ -14,7 +14,7 @@ from dcp_fix import broken, cli, combine
 from dcp_fix.base.errors import UserError
 from dcp_fix.engine.config import Config
 from dcp_fix.engine.engine import Generation
-from dcp_fix.engine.sharded import Ops
+from dcp_fix.engine.sharded import Ops, ShardedAttention
 from dcp_fix.ranks import launch
 from dcp_fix.ranks.group import LocalGroup
 from dcp_fix.records.records import load_record
@@ -219,3 +219,17 @@ def test_the_command_passes_its_options_on(monkeypatch, tmp_path):
 def test_bad_options_are_refused_in_the_command(monkeypatch, arguments):
     status, calls = command_line(monkeypatch, *arguments)
     assert status == 2 and calls == []
+
+
+def test_a_reference_that_met_nan_is_refused(monkeypatch):
+    """A NaN in one index key of DCP1 reaches its logits, and nothing is compared with those."""
+    right = ShardedAttention.indexer_inputs
+
+    def spoiled(self, layer, x):
+        inputs = right(self, layer, x)
+        return inputs and replace(inputs, k=torch.full_like(inputs.k, torch.nan))
+
+    monkeypatch.setattr(ShardedAttention, "indexer_inputs", spoiled)
+    for passes in (("free",), ("forced",)):
+        with pytest.raises(Exception, match="DCP1, .* no numbers .NaN or infinity.*name another checkpoint"):
+            verify.as_threads(replace(SETTINGS, passes=passes))
