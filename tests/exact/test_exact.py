@@ -6,7 +6,6 @@ fails the same comparison.
 
 import doctest
 import re
-import sys
 from dataclasses import dataclass, replace
 from functools import partial
 from random import Random
@@ -17,7 +16,7 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from dcp_fix import cli, combine, exact, workspace
+from dcp_fix import combine, exact, workspace
 from dcp_fix.attention import sparse_partial_reference
 from dcp_fix.base.equality import close, same_bytes
 from dcp_fix.base.errors import UserError
@@ -440,10 +439,7 @@ def test_verify_refuses_sizes_beyond_the_classes():
         verify.Settings(tp=16, dcp=(1, 16), combine="exact").check()
 
 
-def test_the_command_passes_exact_and_logits_on(monkeypatch):
-    calls = []
-    monkeypatch.setattr(verify, "main", lambda *passed: calls.append(passed[0]) or 0)
-    monkeypatch.setattr(sys, "argv", "dcp-fix verify --combine exact --tp 8 --dcp 1,2,4,8 --logits".split())
-    with pytest.raises(SystemExit):
-        cli.main()
-    assert calls == [verify.Settings(tp=8, dcp=SIZES, combine="exact", logits=True)]
+def test_no_near_tie_without_other_bits(model):
+    run = exact_compare.answer(model, PROMPTS[0], 2, 1, 1, "a2a")
+    with pytest.raises(ValueError, match="take a longer answer"):
+        near_tie(model, run, run)
