@@ -5,7 +5,6 @@ Speaks Chromium's DevTools protocol over one WebSocket, so that no driver has to
 It does not: install a browser. `find()` is None where there is none, and tests skip.
 """
 
-import base64
 import json
 import re
 import shutil
@@ -95,10 +94,6 @@ class Browser:
         for kind in ("mouseMoved", "mousePressed", "mouseReleased"):
             buttons = {} if kind == "mouseMoved" else {"button": "left", "clickCount": 1}
             self.call("Input.dispatchMouseEvent", type=kind, x=x, y=y, **buttons)
-
-    def screenshot(self, path: Path) -> None:
-        """What a user would see now, as a PNG."""
-        path.write_bytes(base64.b64decode(self.call("Page.captureScreenshot")["data"]))
 
 
 def wait_for(condition, seconds: float, what: str):

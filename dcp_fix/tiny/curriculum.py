@@ -1,62 +1,17 @@
-"""What is trained, and in which lessons: the checkpoint's geometry and the stages of its training.
+"""What is trained, and in which lessons: the geometry of the checkpoint that ships, and the stages of its training.
 
 It does not: train (train.py), or make a text (lessons.py).
 """
 
 from __future__ import annotations
 
+import json
 from dataclasses import dataclass
 
-from dcp_fix.tiny.words import BOS, END, WORDS
+from dcp_fix.tiny.corpus import CHECKPOINT
 
-GEOMETRY = {  # what Hopper's sparse kernels accept, at the smallest width that learns the task
-    "architectures": ["GlmMoeDsaForCausalLM"],
-    "model_type": "glm_moe_dsa",
-    "vocab_size": len(WORDS),
-    "hidden_size": 256,
-    "num_hidden_layers": 3,
-    "num_attention_heads": 16,
-    "num_key_value_heads": 16,
-    "q_lora_rank": 256,
-    "kv_lora_rank": 512,
-    "qk_nope_head_dim": 64,
-    "qk_rope_head_dim": 64,
-    "qk_head_dim": 128,
-    "head_dim": 64,
-    "v_head_dim": 128,
-    "intermediate_size": 512,
-    "moe_intermediate_size": 128,
-    "n_routed_experts": 8,
-    "n_shared_experts": 1,
-    "num_experts_per_tok": 2,
-    "routed_scaling_factor": 1.0,
-    "n_group": 1,
-    "topk_group": 1,
-    "norm_topk_prob": True,
-    "scoring_func": "sigmoid",
-    "topk_method": "noaux_tc",
-    "index_topk": 512,
-    "index_head_dim": 128,
-    "index_n_heads": 32,
-    "indexer_types": ["full", "shared", "full"],
-    "index_topk_pattern": "FSF",
-    "indexer_rope_interleave": True,
-    "mlp_layer_types": ["dense", "dense", "sparse"],
-    "first_k_dense_replace": 2,
-    "moe_layer_freq": 1,
-    "max_position_embeddings": 8448,
-    "rms_norm_eps": 1e-6,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0},
-    "hidden_act": "silu",
-    "attention_bias": False,
-    "attention_dropout": 0.0,
-    "tie_word_embeddings": False,
-    "bos_token_id": BOS,
-    "eos_token_id": END,
-    "initializer_range": 0.02,
-    "num_nextn_predict_layers": 0,
-    "dtype": "bfloat16",
-}
+# What Hopper's sparse kernels accept, at the smallest width that learns the task.
+GEOMETRY = json.loads((CHECKPOINT / "config.json").read_text())
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,17 @@ from __future__ import annotations
 from collections.abc import Iterator
 from random import Random
 
-from dcp_fix.tiny.corpus import QUESTION_TOKENS, SHORTEST, context, draw_facts, filler
-from dcp_fix.tiny.words import BOS, FRAME, WORD_IDS, encode
+from dcp_fix.tiny.corpus import (
+    BOS,
+    FRAME,
+    QUESTION_TOKENS,
+    SHORTEST,
+    WORD_IDS,
+    context,
+    draw_facts,
+    encode,
+    filler,
+)  # fmt: skip
 
 
 def lesson(rng: Random, tokens: int, count: int) -> tuple[list[int], list[float]]:

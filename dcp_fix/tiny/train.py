@@ -10,8 +10,8 @@ The lessons stand in curriculum.py, what a step minimises in objective.py.
 
 from __future__ import annotations
 
+import itertools
 import json
-import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -33,22 +33,12 @@ BATCH_TOKENS = 16384
 PEAK_RATE, WARMUP = 7e-4, 200
 
 
-class Texts(torch.utils.data.IterableDataset):
+def batches(stage: Stage, seed: str, tokens: int) -> Iterator[tuple[Tensor, Tensor]]:
     """Batches of training texts for one stage: (ids [B, T], weights [B, T]), about `tokens` ids each, endless."""
-
-    def __init__(self, stage: Stage, seed: str, tokens: int) -> None:
-        self.stage, self.seed, self.tokens = stage, seed, tokens
-
-    def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        worker = torch.utils.data.get_worker_info()
-        seed = f"{self.seed} {worker.id if worker else 0}"
-        streams = [lessons.texts(f"{seed} {n}", self.stage.kind, n, self.stage.facts) for n in self.stage.lengths]
-        turn = 0
-        while True:
-            length, stream = self.stage.lengths[turn % len(streams)], streams[turn % len(streams)]
-            turn += 1
-            ids, weights = zip(*(next(stream) for _ in range(max(1, self.tokens // length))), strict=True)
-            yield torch.tensor(ids), torch.tensor(weights)
+    streams = [(n, lessons.texts(f"{seed} {n}", stage.kind, n, stage.facts)) for n in stage.lengths]
+    for length, stream in itertools.cycle(streams):
+        ids, weights = zip(*itertools.islice(stream, max(1, tokens // length)), strict=True)
+        yield torch.tensor(ids), torch.tensor(weights)
 
 
 def new_weights(config: Config, seed: int) -> dict[str, Tensor]:
@@ -109,12 +99,10 @@ class Trainer:
         seed: int,
         device: str | torch.device,
         batch_tokens: int = BATCH_TOKENS,
-        workers: int = 0,
         rate: float = PEAK_RATE,
     ) -> None:
         self.config = Config.of(GEOMETRY)
-        self.seed, self.device, self.batch_tokens = seed, torch.device(device), batch_tokens
-        self.workers, self.rate = workers, rate
+        self.seed, self.device, self.batch_tokens, self.rate = seed, torch.device(device), batch_tokens, rate
         self.weights = {n: w.to(device).requires_grad_() for n, w in new_weights(self.config, seed).items()}
         trained = [w for n, w in self.weights.items() if not n.endswith("e_score_correction_bias")]
         matrices, vectors = [w for w in trained if w.ndim > 1], [w for w in trained if w.ndim == 1]
@@ -140,27 +128,19 @@ class Trainer:
         self.steps_done += 1
         return loss.detach(), indexer.detach(), accuracy
 
-    def run(self, stages: tuple[Stage, ...] = STAGES, deadline: float = math.inf) -> Iterator[Progress]:
-        """Teach every stage in turn, yielding progress.
-
-        Raises `RuntimeError` if a stage is not mastered; stops at `deadline` (epoch seconds).
-        """
+    def run(self, stages: tuple[Stage, ...] = STAGES) -> Iterator[Progress]:
+        """Teach every stage in turn, yielding progress. Raises `RuntimeError` if a stage is not mastered."""
         start = time.time()
         for number, stage in enumerate(stages):
-            texts = torch.utils.data.DataLoader(
-                Texts(stage, f"{self.seed} {number}", self.batch_tokens),
-                batch_size=None,
-                num_workers=self.workers,
-                prefetch_factor=4 if self.workers else None,
-            )
             accuracy, last = 0.0, number == len(stages) - 1
+            texts = batches(stage, f"{self.seed} {number}", self.batch_tokens)
             for step, (ids, weights) in enumerate(texts):
                 fade = 1 - step / stage.steps if last else 1.0  # the rate falls to nothing over the last stage
                 rate = self.rate * min(1.0, self.steps_done / WARMUP, max(fade, 0.02))
                 loss, indexer, now = (t.item() for t in self.step(ids, weights, stage, rate))
                 accuracy += (now - accuracy) * (0.05 if step > 20 else 1 / (step + 1))
                 yield Progress(number, step, loss, indexer, accuracy, time.time() - start)
-                if time.time() > deadline or (step + 1 >= stage.steps and accuracy >= stage.gate):
+                if step + 1 >= stage.steps and accuracy >= stage.gate:
                     break
                 if step + 1 >= stage.steps * MOST_STEPS:
                     raise RuntimeError(
@@ -187,17 +167,13 @@ def main(out: Path, seed: int = 0, device: str | None = None, batch_tokens: int 
 
     place = resolve_device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     trainer = Trainer(seed, place, batch_tokens)
-    text = (
-        "lesson {task.fields[lesson]}/"
-        + str(len(STAGES))
-        + "  step {task.fields[step]}  accuracy {task.fields[accuracy]:.2f}  {task.fields[left]}"
-    )
-    with Bar(TextColumn(text), TimeElapsedColumn()) as bar:
-        task = bar.add_task("", lesson=1, step=0, accuracy=0.0, left="")
+    steps = sum(stage.steps for stage in STAGES)  # at least
+    with Bar(TextColumn("{task.description}"), TimeElapsedColumn()) as bar:
+        task = bar.add_task("")
         for done, now in enumerate(trainer.run(), 1):
-            minutes = now.seconds / done * max(0, sum(s.steps for s in STAGES) - done) / 60
-            left = f"at least {minutes:.0f} more minutes" if done > 5 else ""
-            bar.update(task, lesson=now.stage + 1, step=now.step, accuracy=now.accuracy, left=left)
+            minutes = now.seconds / done * max(0, steps - done) / 60
+            said = f"lesson {now.stage + 1}/{len(STAGES)}  step {now.step}  accuracy {now.accuracy:.2f}"
+            bar.update(task, description=f"{said}  at least {minutes:.0f} more minutes")
     trainer.save(out)
     model = Model.load(out, trainer.device)
     for name in corpus.CLASSES:

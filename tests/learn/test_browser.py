@@ -1,7 +1,6 @@
 """A new user's first minutes, in a real browser: JupyterLab opens 00_start_here, "Run All Cells" ends without an error.
 
 Needs Chromium (on Debian: apt-get install chromium). Without one the tests are skipped, with the reason in the report.
-Set BROWSER_SCREENSHOTS to a folder to keep what the browser showed, and look at it.
 """
 
 import os
@@ -32,13 +31,6 @@ def page(tmp_path):
 
 
 @pytest.fixture
-def screenshots(tmp_path):
-    folder = Path(os.environ.get("BROWSER_SCREENSHOTS", tmp_path / "screenshots"))
-    folder.mkdir(exist_ok=True)
-    return folder
-
-
-@pytest.fixture
 def lab(tmp_path):
     """JupyterLab on a copy of the notebooks, with nobody's settings: its address and the copy's folder."""
     folder = tmp_path / "notebooks"
@@ -66,19 +58,17 @@ PANEL = "[...(window.jupyterapp?.shell?.widgets('main') ?? [])][0]"
 CODE = f"{PANEL}?.content?.widgets?.filter(cell => cell.model.type === 'code')"
 
 
-def test_run_all_in_jupyterlab_ends_without_error_and_prints_what_is_committed(page, lab, screenshots):
+def test_run_all_in_jupyterlab_ends_without_error_and_prints_what_is_committed(page, lab):
     address, folder = lab
     page.open(f"{address}lab/tree/{FIRST}")
     page.until(f"{CODE}?.length > 5", 60)
     page.until("document.querySelector('.jp-Notebook-ExecutionIndicator')?.dataset.status === 'idle'", 60)
-    page.screenshot(screenshots / "lab_opened.png")
 
     page.click(".lm-TabBar-tabLabel", FIRST)
     page.click(".lm-MenuBar-itemLabel", "Run")
     page.click(".lm-Menu-itemLabel", "Run All Cells")
     page.until(f"{CODE}.some(cell => cell.model.executionState === 'running')", 30)
     page.until(f"{CODE}.every(cell => cell.model.executionState === 'idle')", 150)
-    page.screenshot(screenshots / "lab_ran.png")
     page.click(".lm-MenuBar-itemLabel", "File")
     page.click(".lm-Menu-itemLabel", "Save Notebook")
     page.until(f"{PANEL}.context.model.dirty === false", 30)
@@ -86,11 +76,7 @@ def test_run_all_in_jupyterlab_ends_without_error_and_prints_what_is_committed(p
     committed, ran = (nbformat.read(where / FIRST, as_version=4) for where in (ROOT / "notebooks", folder))
     assert counts(ran) == list(range(1, len(counts(committed)) + 1))
     assert printed(ran) == printed(committed)
-    assert pictures(ran) == pictures(committed) >= 1
-    shown = page.js(
-        "[...document.querySelectorAll('.jp-Notebook img')].filter(image => image.naturalWidth > 100).length"
-    )
-    assert shown >= 1
+    assert page.js("[...document.querySelectorAll('.jp-Notebook img')].some(image => image.naturalWidth > 100)")
 
 
 def counts(notebook) -> list:
@@ -104,19 +90,11 @@ def printed(notebook) -> list[str]:
     return ["".join(out.get("text", "") for out in cell.outputs) for cell in cells]
 
 
-def pictures(notebook) -> int:
-    outputs = [out for cell in notebook.cells if cell.cell_type == "code" for out in cell.outputs]
-    return sum("image/png" in out.get("data", {}) for out in outputs)
-
-
-def test_slides_open_from_a_file_without_a_network(page, tmp_path, screenshots):
+def test_slides_open_from_a_file_without_a_network(page, tmp_path):
     subprocess.run([sys.executable, ROOT / "notebooks" / "slides.py", tmp_path / "slides"], check=True)
     page.call("Network.emulateNetworkConditions", offline=True, latency=0, downloadThroughput=0, uploadThroughput=0)
     page.open((tmp_path / "slides" / FIRST.replace(".ipynb", ".slides.html")).as_uri())
     page.until("window.Reveal?.isReady()", 30)
     assert page.js("Reveal.getTotalSlides()") > 5
     assert page.js("Reveal.hasPlugin('notes')") and page.js("document.querySelectorAll('aside.notes').length") >= 1
-    for number in range(4):
-        page.screenshot(screenshots / f"slide_{number}.png")
-        page.js("Reveal.next()")
     assert not page.failed, page.failed

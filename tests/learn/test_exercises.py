@@ -1,11 +1,9 @@
 """The exercises' checks are two-sided: this package's own functions pass, each usual mistake fails with a report."""
 
-import math
-
 import pytest
 import torch
 
-from dcp_fix import combine, ownership, workspace
+from dcp_fix import combine, ownership
 from dcp_fix.learn import exercises, reports
 
 
@@ -100,13 +98,7 @@ WRONG = {
     "average": (exercises.check_merge, average),
     "exp without the maximum": (exercises.check_merge, overflowing_merge),
     "no care for empty shards": (exercises.check_empty_shards, plain_merge),
-    "bases swapped": (
-        exercises.check_bases,
-        {**BASES, "A": exercises.BASE_2_AS_NATURAL, "C": exercises.NATURAL_AS_2},
-        SUMS,
-        VALUES,
-        OBSERVED,
-    ),
+    "a base mistaken": (exercises.check_bases, BASES | {"A": exercises.BASE_2_AS_NATURAL}, SUMS, VALUES, OBSERVED),
     "no answer": (exercises.check_bases, {}, SUMS, VALUES, OBSERVED),
     "accumulators that nothing needs": (exercises.check_workspace, lambda t, h, s: s * t * h * 513 * 4, chunk),
     "lse forgotten": (exercises.check_workspace, accumulator_bytes, lambda h, b: b // (h * 512 * 4)),
@@ -120,42 +112,25 @@ def test_each_mistake_fails_and_is_shown_beside_the_right_answer(mistake):
         check(*arguments)
 
 
-def test_the_plain_merge_is_right_where_every_shard_holds_keys():
-    exercises.check_merge(plain_merge)
-
-
 def test_a_report_shows_ten_short_numbers_around_the_first_difference():
-    expected, yours = list(range(300)), list(range(300))
+    yours = list(range(300))
     yours[150] = -1
-    said = reports.report("a list", expected, yours)
-    assert "first difference at index 150 (numbers 145 to 154 of 300)" in said and len(said) < 200
-    tensors = torch.full((4, 60), 1 / 3), torch.full((4, 60), 1 / 3)
-    tensors[1][2, 7] = 0.5
-    said = reports.report("a tensor", *tensors)
-    assert "yours     [0.3333, 0.3333, 0.3333, 0.3333, 0.3333, 0.5," in said and "index (2, 7)" in said
-    close = reports.report("nearly", torch.tensor([1.0]), torch.tensor([1.0 + 2**-20]))
-    assert "[1]" in close and "[1.000001]" in close, "as many digits as it takes to see the difference"
+    with pytest.raises(AssertionError, match=r"at index 150 \(numbers 145 to 154 of 300\)$") as raised:
+        reports.same("a list", list(range(300)), yours)
+    assert len(str(raised.value)) < 200
+    with pytest.raises(AssertionError, match=r"expected  3\n  yours     None$"):
+        reports.same("a number", 3, None)
 
 
 def test_a_report_points_at_what_is_wrong_and_not_at_rounding():
     expected = torch.ones(2, 8)
     yours = expected + 2.0**-23
+    reports.near("floats", expected, yours)
     yours[1, 3] = 1.5
     with pytest.raises(AssertionError, match=r"first difference at index \(1, 3\)"):
         reports.near("floats", expected, yours)
 
 
-def test_a_report_names_the_first_difference():
-    assert "first difference at index 2" in reports.report("a list", [1, 2, 3], [1, 2, 4])
-    tensors = torch.zeros(2, 3), torch.tensor([[0.0, 0, 0], [0, 1, 0]])
-    assert "first difference at index (1, 1)" in reports.report("a tensor", *tensors)
-    assert "first difference" not in reports.report("numbers", 3, 4)
-
-
 def test_the_numbers_of_the_base_exercise_are_those_of_float64():
-    assert {name: round(value, 4) for name, value in exercises.base_outputs(SUMS, VALUES).items()} == {
-        exercises.RIGHT: 8.0,
-        exercises.NATURAL_AS_2: 7.233,
-        exercises.BASE_2_AS_NATURAL: 8.808,
-    }
-    assert math.isclose(workspace.partial_bytes(64), 64 * 513 * 4)
+    right = {exercises.RIGHT: 8.0, exercises.NATURAL_AS_2: 7.233, exercises.BASE_2_AS_NATURAL: 8.808}
+    assert {name: round(value, 4) for name, value in exercises.base_outputs(SUMS, VALUES).items()} == right

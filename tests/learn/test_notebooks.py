@@ -5,8 +5,6 @@ and a sanitize rule that matches too much would hide a difference; neither can h
 """
 
 import re
-import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -27,10 +25,7 @@ NAMES = [
     "90_exercises", "91_kernels_and_cases",
 ]  # fmt: skip
 EXERCISES = {"90_exercises": 8, "91_kernels_and_cases": 5}  # how many
-BEATS = ("Predict", "Reproduce", "Look inside", "Fix", "Verify")
 PRESENT = [path.stem for path in regenerate.notebooks()]  # a missing one is one red test, not twenty
-STAGED = [name for name in PRESENT if re.match("0[2-6]_", name)]
-LARGEST = 600_000  # bytes of one notebook
 
 
 def read(name: str):
@@ -45,11 +40,6 @@ def prose(notebook) -> str:
     return "\n".join(cell.source for cell in notebook.cells if cell.cell_type == "markdown")
 
 
-def words(notebook) -> int:
-    """What a reader meets: folded hints are opened one by one."""
-    return len(re.sub(r"(?s)<details>.*?</details>", "", prose(notebook)).split())
-
-
 def student(name: str) -> Path:
     return regenerate.student_path(FOLDER / f"{name}.ipynb")
 
@@ -58,10 +48,6 @@ def printed(cell) -> str:
     """The text of a code cell's outputs, pictures left out."""
     parts = [out.get("text", "") + "".join(out.get("data", {}).get("text/plain", "")) for out in cell.outputs]
     return "\n".join(parts)
-
-
-def ignored(cell) -> bool:
-    return "nbval-ignore-output" in cell.metadata.get("tags", [])
 
 
 def test_every_notebook_is_there_and_no_other():
@@ -91,12 +77,6 @@ def test_nothing_in_the_file_changes_by_itself(name, tmp_path):
     assert (tmp_path / "again.ipynb").read_bytes() == stored, "write it with `make notebooks`"
 
 
-def test_only_the_first_code_cell_goes_uncompared(notebook):
-    tags = [cell.metadata.get("tags", []) for cell in code_cells(notebook)]
-    assert tags[0] == ["nbval-ignore-output"] and not any(tags[1:])
-    assert not any("NBVAL" in cell.source for cell in notebook.cells)
-
-
 NOT_A_FACT = {
     "a path": re.compile(r"(?<![\w/.:~$}-])/(?:home|root|tmp|usr|opt|work|mnt|Users|var)/"),
     "an address": re.compile(r"0x[0-9a-f]{8,}"),
@@ -107,38 +87,16 @@ NOT_A_FACT = {
 }
 
 
-def test_outputs_hold_facts_only(notebook):
-    compared = [cell for cell in code_cells(notebook) if not ignored(cell)]
-    found = [
-        f"{what}: {hit.group()!r} in {cell.source[:40]!r}"
-        for cell in compared
-        for what, pattern in NOT_A_FACT.items()
-        if (hit := pattern.search(printed(cell)))
-    ]
-    assert not found, "\n".join(found)
+def test_outputs_are_compared_and_hold_facts_only(notebook):
+    """But for the first cell, which says where it runs."""
+    tags = [cell.metadata.get("tags", []) for cell in code_cells(notebook)]
+    assert tags[0] == ["nbval-ignore-output"] and not any(tags[1:])
+    said = [(cell.source[:40], printed(cell)) for cell in code_cells(notebook)[1:]]
+    found = [(what, source) for source, text in said for what, fact in NOT_A_FACT.items() if fact.search(text)]
+    assert not found
 
 
 # --- reading ----------------------------------------------------------------------------------------------------------
-
-
-def test_a_page_can_be_read_in_one_sitting(notebook):
-    assert 20 <= len(notebook.cells) <= 35
-    assert 600 <= words(notebook) <= 1200
-    long = [cell.source for cell in code_cells(notebook) if lines_to_read(cell.source) > 15]
-    assert not long, f"more than 15 lines:\n{long[0]}"
-
-
-def lines_to_read(source):
-    """Imports are a list of what comes, looked up and not read."""
-    return sum(bool(line.strip()) and not line.startswith(("from ", "import ")) for line in source.splitlines())
-
-
-def test_a_page_is_no_larger_than_a_picture_book(notebook):
-    assert len(nbformat.writes(notebook)) <= LARGEST
-
-
-def test_formulas_are_plain_text_since_slides_have_no_mathjax(notebook):
-    assert not [cell.source for cell in notebook.cells if cell.cell_type == "markdown" and "$$" in cell.source]
 
 
 @pytest.mark.parametrize("name", PRESENT)
@@ -162,40 +120,10 @@ def test_a_note_follows_its_heading_and_a_heading_that_is_gone_is_named():
         slides.with_notes(page, {"Step 2": "gone"})
 
 
-@pytest.mark.parametrize("name", PRESENT)
-def test_no_cell_hides_its_meaning_in_an_anonymous_function(name):
-    """A name says what a step does. A lambda may stand where it is the whole argument and holds no other one."""
-    cells = [cell.source for cell in code_cells(read(name))]
-    assert not [cell for cell in cells if re.search(r"^\s*\w+ = lambda", cell, re.M)]
-    assert not [cell for cell in cells if re.search(r"lambda[^\n]*lambda", cell)]
-    assert not [cell for cell in cells if re.search(r"\w(?:\[[^]]*\]){3,}", cell)], "name what is picked"
-
-
-PREDICTION = "**Your prediction**"
-
-
-@pytest.mark.parametrize("name", [name for name in PRESENT if name < "90"])
-def test_a_prediction_has_a_place_to_be_written(name):
-    assert PREDICTION in prose(read(name)) and "Speaker note" not in prose(read(name))
-
-
 def test_links_between_the_pages_lead_somewhere(notebook):
     text = "\n".join(cell.source for cell in notebook.cells if cell.cell_type == "markdown")
     targets = [target for target in re.findall(r"\]\(([^)]+)\)", text) if "://" not in target]
     assert not [target for target in targets if not (FOLDER / target.partition("#")[0]).exists()]
-
-
-def headings(notebook) -> list[str]:
-    lines = [line for cell in notebook.cells if cell.cell_type == "markdown" for line in cell.source.splitlines()]
-    return [line for line in lines if line.startswith("## Step ")]
-
-
-@pytest.mark.parametrize("name", STAGED)
-def test_a_stage_has_its_five_beats_in_order(name):
-    titles = [re.fullmatch(r"## Step (\d+)\. (.+)", line) for line in headings(read(name))]
-    assert all(titles) and [int(title[1]) for title in titles] == list(range(1, len(titles) + 1))
-    beats = [beat for title in titles for beat in BEATS if title[2].startswith(beat)]
-    assert [beat for i, beat in enumerate(beats) if beat not in beats[:i]] == list(BEATS)
 
 
 # --- what nbval does with them ----------------------------------------------------------------------------------------
@@ -209,13 +137,8 @@ SANITIZED = {
     "torch 2.13.0+cu130": "torch VERSION",
 }
 KEPT = [
-    "0.25 of the rows",
-    "4 ranks, 128 rows, 83968 bytes",
-    "share 0.5",
-    "slots [28, -1, 29, -1]",
-    "and/or",
-    "3 shards",
-]
+    "0.25 of the rows", "4 ranks, 128 rows, 83968 bytes", "share 0.5", "slots [28, -1, 29, -1]", "and/or", "3 shards",
+]  # fmt: skip
 
 
 def sanitized(text: str) -> str:
@@ -228,30 +151,6 @@ def test_each_sanitize_rule_matches_what_it_is_for_and_no_fact():
     assert len(get_sanitize_patterns((FOLDER / "sanitize.cfg").read_text())) == 4
     assert {text: sanitized(text) for text in SANITIZED} == SANITIZED
     assert [sanitized(text) for text in KEPT] == KEPT
-
-
-def test_each_sanitize_rule_is_followed_by_its_replacement():
-    lines = [line for line in (FOLDER / "sanitize.cfg").read_text().splitlines() if line and not line.startswith("#")]
-    assert [line.split(": ", 1)[0] for line in lines] == ["regex", "replace"] * 4
-    assert all(line.split(": ", 1)[1].strip() for line in lines)
-
-
-def nbval(path: Path) -> int:
-    """The exit status of the strict run that `make test` makes, on one notebook."""
-    options = ["--nbval", "--nbval-current-env", f"--nbval-sanitize-with={FOLDER / 'sanitize.cfg'}"]
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-p", "no:xdist", *options, str(path)]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, timeout=120).returncode
-
-
-def test_an_output_changed_by_hand_turns_the_run_red(tmp_path):
-    notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell("print('rows', 4)\n4 == 4")])
-    shutil.copy(FOLDER / "regenerate.py", tmp_path)
-    regenerate.execute(notebook)
-    regenerate.write(notebook, tmp_path / "honest.ipynb")
-    assert nbval(tmp_path / "honest.ipynb") == 0
-    notebook.cells[0].outputs[0].text = "rows 5\n"
-    regenerate.write(notebook, tmp_path / "edited.ipynb")
-    assert nbval(tmp_path / "edited.ipynb") == 1
 
 
 # --- exercises --------------------------------------------------------------------------------------------------------
@@ -269,10 +168,6 @@ def run_cells(notebook) -> list[str | None]:
     return outcomes
 
 
-def test_the_solutions_pass():
-    assert set(run_cells(read("90_exercises"))) == {None}
-
-
 @pytest.mark.parametrize("name", EXERCISES)
 def test_every_stub_fails_its_check(name):
     copy = nbformat.read(student(name), as_version=4)
@@ -287,22 +182,6 @@ def test_the_student_copy_is_the_exercises_without_solutions(name, tmp_path):
     assert (tmp_path / "copy.ipynb").read_bytes() == student(name).read_bytes(), "generate it with `make notebooks`"
     text = student(name).read_text()
     assert "SOLUTION" not in text and text.count("NotImplementedError") >= EXERCISES[name]
-
-
-@pytest.mark.parametrize("name", EXERCISES)
-def test_every_exercise_has_three_folded_hints(name):
-    tasks = re.split(r"(?m)^## Exercise \d+\. ", prose(read(name)))[1:]
-    assert len(tasks) == EXERCISES[name]
-    assert [re.findall(r"<summary>(.*?)</summary>", task) for task in tasks] == [["Hint 1", "Hint 2", "Hint 3"]] * len(
-        tasks
-    )
-
-
-def test_a_stub_stands_where_the_solution_stood():
-    source = "def f(x):\n    ### BEGIN SOLUTION\n    return x\n    ### END SOLUTION\nf(1)"
-    assert regenerate.without_solution(source) == f"def f(x):\n    {regenerate.STUB}\nf(1)"
-    with pytest.raises(ValueError, match="pairs"):
-        regenerate.without_solution("### BEGIN SOLUTION")
 
 
 # --- slides -----------------------------------------------------------------------------------------------------------
@@ -352,14 +231,3 @@ def test_the_glossary_is_sorted_and_each_word_is_on_the_page_that_it_names():
             assert re.search(rf"(?i)\b{re.escape(part)}", " ".join(map(says, read(page).cells))), (
                 f"{part}: not on {page}"
             )
-
-
-def test_the_facilitator_schedules_every_exercise_and_every_page():
-    text = (FOLDER / "FACILITATOR.md").read_text()
-    half_day = text.partition("## Half a day")[2].partition("\n## ")[0]
-    for name in NAMES[:-1]:
-        assert re.search(rf"\| [^|]*\b{name.partition('_')[0]}\b", half_day), name
-    assert all(f"exercise{words}" in half_day for words in ("s 1 and 2", " 3", "s 4 to 8")), (
-        "1 to 8 each have their time"
-    )
-    assert "Triton" in half_day

@@ -89,9 +89,8 @@ def test_tokenizer_file_agrees_with_the_corpus():
     assert tokenizer.decode(prompt.ids, skip_special_tokens=False) == prompt.text
 
 
-def test_checkpoint_fits_a_repository_and_holds_its_config():
+def test_checkpoint_fits_a_repository():
     assert sum(f.stat().st_size for f in corpus.CHECKPOINT.iterdir()) <= 28e6
-    assert Model.load(corpus.CHECKPOINT).config == train.Trainer(0, "cpu").config
 
 
 @pytest.mark.parametrize(("name", "count"), [("512", 8), ("1536", 2)])
