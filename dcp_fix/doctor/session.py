@@ -109,10 +109,12 @@ def split_workspace(session: Session, progress: Callable) -> Verdict:
 
 
 def empty_rows(session: Session, world: World, progress: Callable) -> Verdict:
+    """Every merge of partial outputs that the target has."""
     return merge.empty_rows(merge.find_merges(world), session.device, progress)
 
 
 def direct_a2a_layout(session: Session, world: World, progress: Callable) -> Verdict:
+    """Where the DCP manager sends a strided partial output."""
     return dcp_layout.direct_a2a_layout(dcp_layout.load_manager(world), progress)
 
 

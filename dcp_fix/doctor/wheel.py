@@ -62,6 +62,7 @@ def unpack(path: Path, destination: Path) -> str:
 
 
 def one_line(error: Exception) -> str:
+    """The type and text of an exception, short, nothing of it able to move the cursor."""
     return shown(" ".join(f"{type(error).__name__}: {error}".split()), 120)
 
 
