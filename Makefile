@@ -31,10 +31,10 @@ lint: $(VENV)/.all
 	$(PY) -m mypy
 
 quick: lint
-	$(PY) -m pytest -q -n 2 --dist loadfile -m "not slow"
+	$(PY) -m pytest -q -n 2 --dist worksteal -m "not slow"
 
 test: lint
-	$(PY) -m pytest -n 2 --dist loadfile
+	$(PY) -m pytest -n 2 --dist worksteal
 ifneq ($(NOTEBOOKS),)
 	PYTHONWARNINGS=ignore $(PY) -m pytest -n 2 --dist loadfile --nbval --nbval-current-env --nbval-cell-timeout=180 \
 	    --nbval-sanitize-with=notebooks/sanitize.cfg -p no:randomly $(NOTEBOOKS)

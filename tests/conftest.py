@@ -49,6 +49,7 @@ SLOW = (
     "tests/learn/test_browser.py",
     "tests/learn/test_explorer.py",
     "tests/learn/test_notebook_mutants.py",
+    "tests/learn/test_notebooks.py::test_slides",
     "tests/norm_rope/test_norm_rope.py::test_hopper_code",
     "tests/norm_rope/test_norm_rope.py::test_putting_a_defect_back",
     "tests/ranks/test_faults.py",
