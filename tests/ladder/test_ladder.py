@@ -84,7 +84,7 @@ def test_the_rungs(rows):
     cached = {name: row.answers[0].cached for name, row in by_rung(rows, REFERENCE).items()}
     assert cached == dict.fromkeys(CLASSES, 0) | {"1024+1536": 256}
     assert equal(rows, FIRST) == equal(rows, "+query norm") == [0, 0]
-    assert equal(rows, "+combine routing") == [0, 1]  # a dense prefill, and a sparse one after a dense one
+    assert equal(rows, "+combine routing") == [0, 1]  # a dense prefill, and a sparse one
     assert equal(rows, "+K rows") == [1, 1, 0]
     assert equal(rows, LAST) == [1, 1, 1]
     assert ladder.repaired(rows, 1)
