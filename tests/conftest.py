@@ -40,9 +40,19 @@ def pytest_pyfunc_call():
 
 # `make quick` leaves these out: beginnings of node ids, a whole folder, file or test of more than about two seconds.
 SLOW = (
+    "tests/attention/test_attention.py::test_ranks_take_turns",
+    "tests/attention/test_flashmla.py",
     "tests/attention/test_kernel.py::test_compiles",
     "tests/base/test_process.py",
+    "tests/bench/test_kernel_bench.py",
+    "tests/compare/test_compare.py::test_an_attention_without",
+    "tests/compare/test_compare.py::test_dcp2",
+    "tests/compare/test_compare.py::test_what_passes_is_waited_for",
     "tests/doctor/test_doctor.py",
+    "tests/engine/test_cached_rows.py::test_in_exact_mode",
+    "tests/engine/test_decode_step.py::test_fixed_memory",
+    "tests/engine/test_engine.py::test_dense_prefill",
+    "tests/engine/test_exact_tp.py",
     "tests/exact/test_exact.py",
     "tests/exact/test_kernel.py",
     "tests/ladder/",
