@@ -13,7 +13,6 @@ from dataclasses import dataclass
 import torch
 
 from dcp_fix.base.equality import digest, first_difference, ulps_apart
-from dcp_fix.engine.config import Config
 from dcp_fix.engine.engine import Engine, Generation
 from dcp_fix.engine.model import Model
 from dcp_fix.engine.sharded import Ops
@@ -55,7 +54,6 @@ class FreeRow:
     logits_identical: bool
     ulps: float  # between the logits, of the largest one
     apart: float  # the same, as a share of the largest one
-    first_layer: str | None  # where the sublayers' outputs have other bits first
     margin: float | None = None  # by which the chosen token's logit leads, at the closest step
 
     @property
@@ -112,13 +110,13 @@ def answers(
     return runs
 
 
-def compare(runs: list[Run], settings: Settings, config: Config) -> list[FreeRow]:
+def compare(runs: list[Run], settings: Settings) -> list[FreeRow]:
     """Each run against the first DCP size's of the same prompt."""
     reference = {(run.prompt_class, run.number): run for run in runs if run.dcp == settings.dcp[0]}
-    return [row(run, reference[run.prompt_class, run.number], settings.dtype, config) for run in runs]
+    return [row(run, reference[run.prompt_class, run.number], settings.dtype) for run in runs]
 
 
-def row(run: Run, reference: Run, dtype: torch.dtype, config: Config) -> FreeRow:
+def row(run: Run, reference: Run, dtype: torch.dtype) -> FreeRow:
     """One run against the reference; logits as far as they follow the same tokens."""
     mine, other = run.generation, reference.generation
     first_token = first_difference(mine.tokens, other.tokens)
@@ -129,13 +127,5 @@ def row(run: Run, reference: Run, dtype: torch.dtype, config: Config) -> FreeRow
         run.dcp, run.prompt_class, run.number, mine.cached, corpus.decode(mine.tokens), mine.tokens,
         digest(mine.tokens), mine.digests, first_token, mine.digests == other.digests,
         ulps=ulps_apart(a.to(dtype), b.to(dtype), largest.to(dtype)), apart=float((a - b).abs().max() / largest),
-        first_layer=sublayer(first_difference(run.layers, reference.layers), config), margin=min(mine.margins),
+        margin=min(mine.margins),
     )  # fmt: skip
-
-
-def sublayer(index: int | None, config: Config) -> str | None:
-    """What the digest number `index` of a run belongs to."""
-    if index is None:
-        return None
-    batch, place = divmod(index, 2 * config.num_hidden_layers)
-    return f"batch {batch}, layer {place // 2}, {('attention', 'mlp')[place % 2]}"

@@ -7,7 +7,6 @@
                  for each combine, decode steps plain and as CUDA graphs; workspace before and after
     processes    one process per GPU, over NCCL (on CPUs gloo, and this part alone): ladder and sizes with real ranks,
                  and the time of combine and decode step
-    shared       fewer than four GPUs: four processes share them, collectives over gloo
 
 Each part with processes is started, watched and ended by launch.py. The record appears when all parts are done.
 
@@ -24,8 +23,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
-from rich.console import Console
-from rich.table import Table
 
 from dcp_fix import combine, workspace
 from dcp_fix.base.errors import UserError
@@ -44,8 +41,9 @@ from dcp_fix.records.records import deliver_record
 from dcp_fix.tiny import corpus
 from dcp_fix.verify import report as verify_report
 from dcp_fix.verify import verify
+from dcp_fix.verify.settings import CLASSES, Settings, listed
 
-FEW = 4  # ranks of the threads and of the processes that share GPUs
+FEW = 4  # ranks of the threads
 MOST = 8  # ranks: DCP sizes that exact mode has classes for
 COMBINES = (*combine.METHODS, "exact")
 COMBINE_TOKENS = {"cuda": (1, 64, 1024, 8192), "cpu": (1, 64)}
@@ -58,7 +56,7 @@ class Plan:
 
     device: str
     ranks: int
-    classes: tuple[str, ...] = verify.CLASSES
+    classes: tuple[str, ...] = CLASSES
     prompts: int = 1
     checkpoint: Path = corpus.CHECKPOINT
 
@@ -66,16 +64,13 @@ class Plan:
         """The parts and how many ranks each has."""
         if self.device == "cpu":
             return {"processes": self.ranks}
-        parts = {"threads": FEW} | ({"processes": self.ranks} if self.ranks > 1 else {})
-        return parts | ({"shared": FEW} if self.ranks < FEW else {})
+        return {"threads": FEW} | ({"processes": self.ranks} if self.ranks > 1 else {})
 
-    def settings(self, part: str) -> list[verify.Settings]:
+    def settings(self, part: str) -> list[Settings]:
         """The verifications of a part: each combine, decode steps plain and as CUDA graphs; bits under exact."""
-        tp, share = self.parts()[part], part == "shared"
-        graphs = (False, True) if self.device == "cuda" and not share else (False,)
-        common = verify.Settings(
-            tp, divisors(tp), self.classes, self.prompts, device=self.device, share_gpus=share,
-            checkpoint=self.checkpoint,
+        tp, graphs = self.parts()[part], (False, True) if self.device == "cuda" else (False,)
+        common = Settings(
+            tp, divisors(tp), self.classes, self.prompts, device=self.device, checkpoint=self.checkpoint
         )  # fmt: skip
         return [
             replace(
@@ -159,7 +154,7 @@ def as_process(plan: Plan, part: str, out: Path) -> int:
     """One rank of a part of processes."""
     torch.set_num_threads(1)
     terms = asdict(replace(plan, checkpoint=None)) | {"part": part} | code_terms() | checkpoint_terms(plan.checkpoint)
-    with joined(plan.device, terms, share_gpus=part == "shared") as group:
+    with joined(plan.device, terms) as group:
         model = Model.load(plan.checkpoint, group.device, default_dtype(group.device))
         with ladder_report.progress() if group.rank == 0 else nullcontext() as progress:
             results = on_rank(group, plan, part, model, progress)
@@ -178,9 +173,8 @@ def on_rank(group: Group, plan: Plan, part: str, model: Model, progress: Callabl
     results = {
         "verify": [verify_report.as_json(report) for report in reports],
         "ladder": ladder_report.as_json(rows, plan.prompts, setup, ladder.repaired(rows, plan.prompts)),
+        "decode": decode_times(group, corpus.prompts(plan.classes[0], 1)[0].ids, model, device),
     }
-    if part != "shared":
-        results["decode"] = decode_times(group, corpus.prompts(plan.classes[0], 1)[0].ids, model, device)
     if part == "processes":
         tokens = COMBINE_TOKENS[device.type]
         results["combine"] = [combine_time(group, method, count) for count in tokens for method in combine.METHODS]
@@ -196,7 +190,7 @@ def summary(part: str, ranks: int, result: dict) -> list[tuple[str, str, str, bo
     where = f"{part}, {ranks} ranks, {device}"
     rows = [("ladder", result["ladder"]["verdict"], result["ladder"]["repaired"])]
     rows += [verify_row(report) for report in result["verify"]]
-    rows += [("decode step", listed_ms(result["decode"]), True)] if result.get("decode") else []
+    rows.append(("decode step", listed_ms(result["decode"]), True))
     for tokens in dict.fromkeys(row["tokens"] for row in result.get("combine", ())):
         times = {row["method"]: row["ms"] for row in result["combine"] if row["tokens"] == tokens}
         rows.append((f"combine, {tokens} tokens", listed_ms(times), True))
@@ -210,7 +204,7 @@ def verify_row(report: dict) -> tuple[str, str, bool]:
     ulps = max(math.inf if row["ulps"] is None else row["ulps"] for row in report["rows"])
     graphs = ", CUDA graphs" if settings["cuda_graphs"] else ""
     return (
-        f"DCP {verify.listed(settings['dcp'])}: {settings['combine']}{graphs}",
+        f"DCP {listed(settings['dcp'])}: {settings['combine']}{graphs}",
         (f"{report['verdict']} Logits: {ulps:.3g} ulps apart at most"),
         report["ok"],
     )
@@ -229,15 +223,7 @@ def listed_ms(times: dict[str, float]) -> str:
     return ", ".join(f"{name} {ms:.3g} ms" for name, ms in times.items())
 
 
-def show(rows) -> None:
-    """Print the table on standard output."""
-    grid = Table()
-    for name in ("where", "what", "result"):
-        grid.add_column(name)
-    last = None
+def show(rows: list[tuple]) -> None:
+    """Print a line for each row, on standard output."""
     for where, what, text, ok in rows:
-        if last not in (None, where):
-            grid.add_section()
-        grid.add_row("" if where == last else where, what, text, style=None if ok else "red")
-        last = where
-    Console(width=None if sys.stdout.isatty() else 160, highlight=False).print(grid)
+        print(f"{where}, {what}: {text}{'' if ok else '   <- NOT as it should be'}")

@@ -42,10 +42,9 @@ from dcp_fix.tiny import corpus
 from dcp_fix.verify import forced as forced_pass
 from dcp_fix.verify import report as verify_report
 from dcp_fix.verify.free import FreeRow, Run, Traced, answers, compare
-from dcp_fix.verify.settings import CLASSES, Settings, listed
+from dcp_fix.verify.settings import Settings
 from dcp_fix.verify.sublayers import Watcher
 
-__all__ = ["CLASSES", "Report", "FreeRow", "Run", "Settings", "Traced", "compare", "listed", "main", "report"]
 NAME_BYTES = 64  # of a device's name, when the ranks tell each other theirs
 
 
@@ -83,7 +82,7 @@ class Report:
 def report(group: Group, settings: Settings, model: Model, device, progress: Callable | None = None) -> Report:
     """Every rank calls it and gets the same; `progress(dcp, class, done, total)` is called on rank 0."""
     runs, rows = measure(group, settings, model, device, progress if group.rank == 0 else None)
-    rest = compare(runs, settings, model.config), odd_ranks(group, runs, device), tuple(rows)
+    rest = compare(runs, settings), odd_ranks(group, runs, device), tuple(rows)
     if isinstance(group, LocalGroup):
         return Report(settings, "threads", [device_name(device)], *rest)
     return Report(settings, group.transport, device_names(group, device), *rest)

@@ -21,7 +21,7 @@ two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two C
 @pytest.mark.parametrize("graphs", [False, True])
 def test_one_digest_per_step_at_every_dcp_size(graphs):
     report = verify.as_threads(replace(ON_GPU, cuda_graphs=graphs))
-    assert report.ok, [(row.dcp, row.prompt_class, row.first_layer, row.ulps) for row in report.wrong]
+    assert report.ok, [(row.dcp, row.prompt_class, row.first_token, row.ulps) for row in report.wrong]
 
 
 def test_the_other_transport_gives_the_same_bits():

@@ -16,7 +16,7 @@ from dcp_fix.ranks import launch
 from dcp_fix.ranks.place import VARIABLES
 from dcp_fix.records.records import load_record
 from dcp_fix.tiny import corpus
-from dcp_fix.verify import multi_gpu, verify
+from dcp_fix.verify import multi_gpu
 from dcp_fix.verify.multi_gpu import Plan
 from dcp_fix.workspace import MIB
 
@@ -80,9 +80,8 @@ def test_the_workspace_before_and_after_the_fix():
 @pytest.mark.parametrize(
     "gpus, parts",
     [
-        (1, {"threads": 4, "shared": 4}),
-        (2, {"threads": 4, "processes": 2, "shared": 4}),
-        (3, {"threads": 4, "processes": 2, "shared": 4}),
+        (1, {"threads": 4}),
+        (3, {"threads": 4, "processes": 2}),
         (4, {"threads": 4, "processes": 4}),
         (8, {"threads": 4, "processes": 8}),
     ],
@@ -94,12 +93,11 @@ def test_the_parts_follow_from_the_number_of_gpus(monkeypatch, gpus, parts):
     for part, ranks in parts.items():
         settings = plan.settings(part)
         graphs = {s.cuda_graphs for s in settings}
-        assert graphs == ({False} if part == "shared" else {False, True})
+        assert graphs == {False, True}
         assert {(s.combine, s.logits) for s in settings} == {("ag_rs", False), ("a2a", False), ("exact", True)} and {
             s.tp for s in settings
         } == {ranks}
         assert {s.dcp for s in settings} == {tuple(d for d in (1, 2, 4, 8) if d <= ranks)}
-        assert {s.share_gpus for s in settings} == {part == "shared"} and settings[0].classes == verify.CLASSES
 
 
 def test_without_a_gpu_it_says_so(monkeypatch):

@@ -168,6 +168,7 @@ def test_all_planted_is_recorded(monkeypatch, capsys, tmp_path):
     assert status == 0 and "2 of 2 planted defects are caught and named." in said
     results = load_record(tmp_path / "r.json")["results"]
     assert results["ok"] and [each["name"] for each in results["planted"]] == list(few)
+    monkeypatch.setattr(all_planted, "healthy", lambda *asked: [])
     monkeypatch.setattr(planted, "PLANTS", {"harmless": replace(few["no-interleave"], function=Ops().localise)})
     assert command(monkeypatch, capsys, *arguments)[0] == launch.DIFFERS  # a defect that is not caught
 
