@@ -8,7 +8,7 @@ Not here: asking (endpoint.py), judging (compare.py).
 import json
 import math
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Final, Literal
 
 from pydantic import AfterValidator, ConfigDict, Field
 
@@ -17,7 +17,7 @@ from dcp_fix.base.errors import UserError, escaped, shown
 from dcp_fix.base.schema import Schema, allowed, checked
 from dcp_fix.compare.prompts import NEW_TOKENS, Prompt
 
-FORMAT = "dcp-fix compare, answers 2"
+FORMAT: Final = "dcp-fix compare, answers 2"
 LARGEST = 64 * MIB  # of a file
 
 

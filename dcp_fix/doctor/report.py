@@ -48,7 +48,7 @@ class Report:
     def as_json(self) -> dict:
         probes = [asdict(probe) for probe in self.probes]
         head = {"target": self.target, "version": self.version, "reach": self.reach, "notes": list(self.notes)}
-        served = self.served and [asdict(answer) for answer in self.served]
+        served = None if self.served is None else [asdict(answer) for answer in self.served]
         return {**head, "probes": probes, "serve_args": served}
 
     def status(self) -> int:

@@ -63,7 +63,8 @@ def probe_target(target: Target, *, fixes=(), time_limit: float = TIME_LIMIT, on
 
     `fixes`: probe ids that the plugin repairs before they run. `on_cpu`: the child sees no GPU.
     """
-    told, deadline, left = {}, time.monotonic() + time_limit, list(PROBES)
+    told: dict[str, tuple[str, str]] = {}
+    deadline, left = time.monotonic() + time_limit, list(PROBES)
     while left:
         request = dict(root=str(target.root), version=target.version, fixes=list(fixes))
         said, last, end = run_child(request, [probe.id for probe in left], deadline, on_cpu)

@@ -17,6 +17,7 @@ import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from dcp_fix.base.bounded import MIB, read_bytes, read_json
 from dcp_fix.base.errors import UserError, shown
@@ -116,7 +117,7 @@ def split(text: str) -> tuple[dict[str, str], list[str]]:
             f"--serve-args: {shown(odd)!r} is for a shell; give one command, without redirections and pipes"
         )
     start = start_of(words)
-    assigned = dict(found.groups() for word in words[:start] if (found := ASSIGNMENT.match(word)))
+    assigned = {found[1]: found[2] for word in words[:start] if (found := ASSIGNMENT.match(word))}
     return {**os.environ, **assigned}, list(map(with_dashes, words[start:]))
 
 
@@ -138,7 +139,7 @@ def parser() -> Parser:
     """Of the options of the two tables."""
     made = Parser(prog="vllm serve", add_help=False)
     for field, names in OPTIONS.items():
-        size = {"type": int, "default": 1} if field in ("dcp", "pcp") else {}
+        size: dict[str, Any] = {"type": int, "default": 1} if field in ("dcp", "pcp") else {}
         made.add_argument(*names, dest=field, **size)
     for names in WITHOUT_EFFECT:
         made.add_argument(*names, dest=names[0])

@@ -23,7 +23,6 @@ from dcp_fix.doctor.probes import (
 from dcp_fix.doctor.stand_ins import complete_interpreter
 from dcp_fix.doctor.world import World
 from dcp_fix.repairs import launcher, repairs
-from dcp_fix.repairs.repairs import KERNEL_DEFECTS
 
 HELPERS = ("vllm.utils.", "vllm.envs", "vllm.v1.", "vllm.model_executor.warmup.")  # of the target, and harmless
 Verdict = tuple[str, str]
@@ -68,7 +67,8 @@ class Session:
     def launcher(self) -> Callable:
         """`fused_norm_rope`, ours if it is to be repaired. Call it while `kernel_world` is open: it imports late."""
         theirs = kernel_run.load_kernel(self.kernel_world).fused_norm_rope
-        return launcher.launcher(theirs) if KERNEL_DEFECTS & set(self.fixes) else theirs
+        cured, _ = repairs.REPAIRS[repairs.replace_launcher]
+        return launcher.launcher(theirs) if cured & set(self.fixes) else theirs
 
 
 def on_kernel(probe: Callable) -> Callable:

@@ -53,7 +53,7 @@ class Missing:
 def module(**names) -> types.ModuleType:
     """A stand-in module that holds exactly `names`; reading any other name raises StandInReached when it is used."""
     result = types.ModuleType("stand-in")
-    result.__getattr__ = lambda name: _unknown(result, name)
+    result.__getattr__ = lambda name: _unknown(result, name)  # type: ignore[method-assign]
     vars(result).update(names)
     return result
 

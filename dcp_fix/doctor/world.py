@@ -45,7 +45,7 @@ class _Empty(importlib.abc.Loader):
             module.__name__ = spec.name
             return module
         module = types.ModuleType(spec.name)
-        module.__getattr__ = lambda name: self.world.late(spec.name, name)
+        module.__getattr__ = lambda name: self.world.late(spec.name, name)  # type: ignore[method-assign]
         return module
 
     def exec_module(self, module):

@@ -32,7 +32,7 @@ class Bits:
 
 def answer(model: Model, prompt: list[int], steps: int, tp: int, size: int, combine: str, **options) -> Generation:
     """One greedy answer on an engine of its own, ranks as threads."""
-    options = {"max_length": len(prompt) + steps, "dcp_size": size, "combine": combine} | options
+    options = {"max_length": len(prompt) + steps, "dcp_size": size, "combine": combine, **options}
     return LocalGroup.run(tp, lambda group: Engine(model, group, **options).generate(prompt, steps))[0]
 
 

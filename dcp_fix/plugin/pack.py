@@ -46,8 +46,8 @@ def pack_and_cut(module: ModuleType) -> None:
             return original(*args, **arguments)
         return cut(original, arguments, columns, new_schedule)
 
-    flash_mla_with_kvcache.packs = True
-    module.flash_mla_with_kvcache = flash_mla_with_kvcache
+    flash_mla_with_kvcache.packs = True  # type: ignore[attr-defined]
+    module.flash_mla_with_kvcache = flash_mla_with_kvcache  # type: ignore[attr-defined]
 
 
 @functools.cache

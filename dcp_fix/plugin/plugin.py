@@ -143,7 +143,8 @@ class AfterImport(importlib.abc.MetaPathFinder):
     """
 
     def __init__(self, hooks: Hooks) -> None:
-        self.hooks, self.asking = hooks, set()
+        self.hooks = hooks
+        self.asking: set[str] = set()
 
     def find_spec(self, fullname: str, path=None, target=None) -> ModuleSpec | None:
         if sys.meta_path[0] is not self and self in sys.meta_path:
@@ -158,7 +159,12 @@ class AfterImport(importlib.abc.MetaPathFinder):
             self.asking.discard(fullname)
         if spec is not None and hasattr(spec.loader, "exec_module"):
             execute = spec.loader.exec_module
-            spec.loader.exec_module = lambda module: (execute(module), repair(module, self.hooks[fullname]))
+
+            def exec_module(module: ModuleType) -> None:
+                execute(module)
+                repair(module, self.hooks[fullname])
+
+            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec
 
 

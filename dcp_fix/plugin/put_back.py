@@ -45,12 +45,12 @@ def hooks(names: tuple[str, ...]) -> dict[str, list[Callable[[ModuleType], None]
 
 def query_norm_put_back(module: ModuleType) -> None:
     """Defect 1, on the launcher that the kernel module defines and the attention module has imported."""
-    module.fused_norm_rope = forgetting(module.fused_norm_rope, "q_c_out")
+    module.fused_norm_rope = forgetting(module.fused_norm_rope, "q_c_out")  # type: ignore[attr-defined]
 
 
 def k_rows_put_back(module: ModuleType) -> None:
     """Defect 3, likewise."""
-    module.fused_norm_rope = forgetting(module.fused_norm_rope, "k_pe_out", "kv_c_out")
+    module.fused_norm_rope = forgetting(module.fused_norm_rope, "k_pe_out", "kv_c_out")  # type: ignore[attr-defined]
 
 
 def combine_routing_put_back(module: ModuleType) -> None:
@@ -68,11 +68,11 @@ def combine_routing_put_back(module: ModuleType) -> None:
             manager.query_gather = lambda query: query
             manager.combine = lambda partial_output, partial_lse, **metadata: partial_output.contiguous()
 
-    unrouted.is_put_back = True
+    unrouted.is_put_back = True  # type: ignore[attr-defined]
     attention.__init__ = unrouted
 
 
-FUNCTIONS = {
+FUNCTIONS: dict[str, Callable[[ModuleType], None]] = {
     "query-norm": query_norm_put_back,
     "combine-routing": combine_routing_put_back,
     "k-rows": k_rows_put_back,
@@ -101,7 +101,7 @@ def forgetting(launcher: Callable, *outputs: str) -> Callable:
             call[name].copy_(old.where(~owned.view(-1, *[1] * (old.ndim - 1)), call[name]))
         return result
 
-    forgetful.put_back = (*done, *outputs)
+    forgetful.put_back = (*done, *outputs)  # type: ignore[attr-defined]
     return forgetful
 
 

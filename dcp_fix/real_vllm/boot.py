@@ -102,11 +102,11 @@ def read(path: Path, log: Path, failure: str | None) -> Boot:
         return Boot(failure=f"{Path(error.filename).name} is gone")
     except UserError as error:
         return Boot(failure=str(error))
-    error = said.pop("error")
+    cause = said.pop("error")
     if not failure and not any(line.event == "end" for line in lines):
         failure = "ended before its work was done"
     if failure:
-        return Boot(failure=f"vLLM {failure}{': ' + error if error else ''} (see {log.name})", log=said)
+        return Boot(failure=f"vLLM {failure}{': ' + cause if cause else ''} (see {log.name})", log=said)
     answers = {line.id: line.answer for line in lines if line.event == "answer"}
     times = {line.id: line.seconds for line in lines if line.event == "timed"}
     (booted,) = [line for line in lines if line.event == "booted"][:1] or [Line(event="booted")]

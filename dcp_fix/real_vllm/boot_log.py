@@ -8,6 +8,7 @@ a long line the beginning counts.
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from dcp_fix.base.errors import shown
 
@@ -23,7 +24,7 @@ COLOUR = re.compile(r"\x1b\[[0-9;]{0,20}m")
 
 def read(path: Path) -> dict:
     """{"nccl", "backend", "plugin": what the plugin said, each once, "error": the last one that is a cause}."""
-    said = {"nccl": None, "backend": None, "plugin": [], "error": None}
+    said: dict[str, Any] = {"nccl": None, "backend": None, "plugin": [], "error": None}
     second_hand = None
     for line in lines(path):
         for name, pattern in (("nccl", NCCL), ("backend", BACKEND)):

@@ -54,7 +54,7 @@ def main(tp: int, dcp: int, llm: dict, record_path: Path | None) -> int:
         rows = [row for packed in (False, True) for row in timed(told, packed, Path(name))]
     sizes = {"tp": tp, "dcp": dcp, "layers": LAYERS}
     results = {"pack": rows, "vllm": vllm, **sizes, "llm": told | {"model": "-"}}
-    output.deliver(record_path, record_path and make_record(machine.command_line(), results), show, rows)
+    output.deliver(record_path, make_record(machine.command_line(), results) if record_path else None, show, rows)
     return 0
 
 

@@ -7,6 +7,7 @@ before them, and a rung's own before both. What an option of the command decides
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from dcp_fix.base.bounded import parse_json
 from dcp_fix.base.errors import UserError, shown
@@ -83,7 +84,7 @@ def climb(settings: Settings) -> list[Rung]:
 
 def rung(name: str, settings: Settings) -> Rung:
     """A rung by the name that `--rungs` takes."""
-    parallel = {"tensor_parallel_size": settings.tp}
+    parallel: dict[str, Any] = {"tensor_parallel_size": settings.tp}
     if name == "dcp1":
         return Rung(REFERENCE, llm=parallel, environment=SWITCHED_OFF)
     if settings.pcp > 1:
@@ -166,7 +167,7 @@ def arguments(settings: Settings, rung: Rung, asked: list[Question]) -> dict:
 
 def job(settings: Settings, rung: Rung, asked: list[Question]) -> dict:
     """What llm_child.py is to do: greedy answers with the margin to the second best; each alone, then all at once."""
-    sampling = {"temperature": 0.0, "max_tokens": ladder.NEW_TOKENS, "logprobs": 2}
+    sampling: dict[str, Any] = {"temperature": 0.0, "max_tokens": ladder.NEW_TOKENS, "logprobs": 2}
     if not settings.model:
         ends = check_folder(settings.checkpoint).eos_token_id
         sampling |= {"detokenize": False, "stop_token_ids": [ends] if isinstance(ends, int) else list(ends)}

@@ -44,8 +44,8 @@ def launcher(upstream: Callable) -> Callable:
             return upstream(*args, **kwargs)
         return launch(arguments)
 
-    fused_norm_rope.is_dcp_fix = True
-    fused_norm_rope.__signature__ = signature
+    fused_norm_rope.is_dcp_fix = True  # type: ignore[attr-defined]
+    fused_norm_rope.__signature__ = signature  # type: ignore[attr-defined]
     return fused_norm_rope
 
 

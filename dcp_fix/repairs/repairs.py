@@ -33,7 +33,7 @@ def kept_out() -> str | None:
 
 def replace_launcher(module: ModuleType) -> None:
     """Our launcher under the name that the kernel module defines and the attention module has imported."""
-    module.fused_norm_rope = launcher(module.fused_norm_rope)
+    module.fused_norm_rope = launcher(module.fused_norm_rope)  # type: ignore[attr-defined]
 
 
 def route_attention(module: ModuleType) -> None:
@@ -49,7 +49,7 @@ def route_attention(module: ModuleType) -> None:
             self.impl.dcp_fix_routing = Routing(self)
         return forward(self, *args, **kwargs)
 
-    routed.is_dcp_fix = True
+    routed.is_dcp_fix = True  # type: ignore[attr-defined]
     attention.forward = routed
 
 
@@ -121,7 +121,7 @@ def guarded(method: Callable) -> Callable:
             )
         return method(self, *args, **kwargs)
 
-    checked.is_dcp_fix = True
+    checked.is_dcp_fix = True  # type: ignore[attr-defined]
     return checked
 
 

@@ -12,6 +12,8 @@ answer is `not-run`; a case that fails while its control passes is the defect.
 The values inside the caches are not checked, only which bytes were touched. kernel_run.py holds the buffers.
 """
 
+from dataclasses import replace
+
 import torch
 
 from dcp_fix.doctor.attempt import NotRun, attempt, judged, one_line
@@ -155,8 +157,8 @@ def owner_only_writes(launcher, device, progress) -> tuple[str, str]:
     ]
     if "index_k_out" in check_signature(launcher):
         cases.append(Case("mixed slots, indexer cache written by the caller", MIXED, indexer_cache=False, dense=True))
-        rows = dict(dense=True, index_out=True, latent_cache=None, indexer_cache=False)
-        cases.append(Case("all rows handed to the caller, no cache given", None, **rows))
+        none = Case("all rows handed to the caller, no cache given", None, latent_cache=None, indexer_cache=False)
+        cases.append(replace(none, dense=True, index_out=True))
     found = run_cases(launcher, cases, check_writes, device, progress, known=check_owned)
     good = "caches unchanged outside owned slots, top-k reset, shared layers untouched"
     return judged(found, f"{len(cases)} launches: {good}")

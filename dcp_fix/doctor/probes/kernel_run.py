@@ -123,7 +123,7 @@ class Launch:
     def _caches(self) -> dict:
         case, plain = self.case, self.case.latent_cache == "auto"
         slots = None if case.slots is None else torch.tensor(case.slots, dtype=torch.int64, device=self.device)
-        size = case.latent_cache and ENTRY[case.latent_cache] * (self.dtype.itemsize if plain else 1)
+        size = None if case.latent_cache is None else ENTRY[case.latent_cache] * (self.dtype.itemsize if plain else 1)
         self.latent, latent = self._cache(size)
         self.index, index = self._cache(INDEX_DIM + 4 if case.indexer and case.indexer_cache else None)
         if slots is None:

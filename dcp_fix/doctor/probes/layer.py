@@ -8,8 +8,10 @@ and odd; the layer does no arithmetic that depends on them.
 """
 
 from types import SimpleNamespace
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from dcp_fix.doctor.stand_ins import module
 
@@ -35,7 +37,9 @@ class Manager:
     """Stand-in for the layer's DCP manager. Under PCP the combine is an all-reduce and keeps every head."""
 
     def __init__(self, group: Group, use_pcp: bool):
-        self.group, self.use_pcp, self.gathered, self.combined = group, use_pcp, None, None
+        self.group, self.use_pcp = group, use_pcp
+        self.gathered: Tensor | None = None
+        self.combined: tuple[Tensor, Tensor] | None = None
 
     def query_gather(self, query):
         self.gathered = self.group.all_gather(query, dim=1)
@@ -54,7 +58,8 @@ class Backend:
     prepare_for_batch = record_logical_topk_ready = do_kv_cache_update = lambda *arguments: None
 
     def __init__(self, dcp: int, pcp: int):
-        self.dcp_world_size, self.pcp_world_size, self.query = dcp, pcp, None
+        self.dcp_world_size, self.pcp_world_size = dcp, pcp
+        self.query: Tensor | None = None
 
     def forward_mqa(self, query, kv_cache, metadata, layer):
         self.query = torch.cat(query, dim=-1) if isinstance(query, tuple) else query
@@ -69,7 +74,8 @@ class Run:
     def __init__(self, dcp: int = 1, tp: int = 1, pcp: int = 1):
         self.backend, self.tp, self.pcp = Backend(dcp, pcp), Group(tp), Group(pcp)
         self.manager = Manager(Group(dcp), pcp > 1) if dcp > 1 else None
-        self.dcp, self.use_pcp_read, self.projected = dcp, False, None
+        self.dcp, self.use_pcp_read = dcp, False
+        self.projected: Tensor | None = None
         lengths = torch.full((TOKENS,), 9, dtype=torch.int32)
         self.metadata = SimpleNamespace(
             **dict.fromkeys(("num_actual_tokens", "num_decode_tokens", "num_decodes"), TOKENS),
@@ -96,7 +102,7 @@ class Run:
             return self.pcp.world_size > 1
 
         decoding = {"use_pcp": property(use_pcp), "_use_sparse_mha": lambda layer, metadata: False}
-        layer = object.__new__(type("Probed", (attention_class,), decoding))
+        layer: Any = object.__new__(type("Probed", (attention_class,), decoding))
         vars(layer).update(self._attributes())
         return layer
 

@@ -9,8 +9,10 @@ NaN, and its output may be anything; the merge must drop it, and give (0, -inf) 
 
 import contextlib
 import math
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from dcp_fix.doctor.attempt import NotRun, attempt, judged, one_line
 from dcp_fix.doctor.unwritten import unwritten_memory_is_nan
@@ -78,7 +80,8 @@ def inputs(natural: bool, device):
 
 def merge_ag_rs(merge, outs, lses, natural):
     """(out [T, H, D], lse [T, H]): the ranks' rescaled partials, added as reduce-scatter would."""
-    total, lse = 0, []
+    total: Tensor | int = 0
+    lse: list[Tensor] = []
     for rank in range(WORLD):
         group = TwoRanks(rank, lses)
         _, part = merge(outs[rank].clone(), lses[rank].clone(), group, return_lse=True, is_lse_base_on_e=natural)
@@ -121,7 +124,7 @@ def faults(out, lse, natural) -> list[str]:
 
 def find_merges(world: World) -> dict:
     """{name: (function, how to run it)} of the merges that the target has."""
-    loaded = {}
+    loaded: dict[str, Any] = {}
     for name in MERGES:
         if world.path_of(name).with_suffix(".py").is_file():
             loaded |= vars(world.load(name))
@@ -133,7 +136,7 @@ def find_merges(world: World) -> dict:
 
 def empty_rows(merges: dict, device: str, progress) -> tuple[str, str]:
     """(verdict, evidence)"""
-    found = []
+    found: list[str] = []
     for name, (function, run) in merges.items():
         for natural, base in ((True, "natural log"), (False, "base 2")):
             progress(f"{name}, {base}", control=not found)
@@ -142,6 +145,7 @@ def empty_rows(merges: dict, device: str, progress) -> tuple[str, str]:
                 result = attempt(lambda: run(function, outs, lses, natural))  # noqa: B023 called at once
             if result.raised:
                 raise NotRun(f"{name} raises {one_line(result.raised)}")
-            found += [f"{name} ({base}): {fault}" for fault in faults(*result.value, natural)]
+            out, lse = result.value
+            found += [f"{name} ({base}): {fault}" for fault in faults(out, lse, natural)]
     good = f"{' and '.join(merges)} drop ranks without a key and give (0, -inf) for empty rows"
     return judged(found, good)
