@@ -9,6 +9,8 @@ from dataclasses import replace
 
 from torch import Tensor
 
+from dcp_fix.combine import CombineManager
+from dcp_fix.combine.reference import Partial
 from dcp_fix.norm_rope import NormRopeInputs, fused_norm_rope
 from dcp_fix.workspace import MIB, Plan, WorkspaceError, wanted_splits
 
@@ -75,7 +77,7 @@ norm_rope_skip_dense_rows = skip_dense_rows(fused_norm_rope)
 # --- combine ----------------------------------------------------------------------------------------------------------
 
 
-def attend_unrouted(q, partial, manager, decode_only=False):
+def attend_unrouted(q: Tensor, partial: Partial, manager: CombineManager, decode_only: bool = False) -> Tensor:
     """Defect 2: the gather and the combine ran under prefill context parallelism only (vLLM issue 50095).
 
     A rank attends with its own heads over its own keys and returns that as the answer. A group of one is not touched.
@@ -87,7 +89,9 @@ def attend_unrouted(q, partial, manager, decode_only=False):
 # --- workspace --------------------------------------------------------------------------------------------------------
 
 
-def plan_always_allocate(tokens, heads, topk, num_sms, budget_bytes=None, capacity=0, ranks=1):
+def plan_always_allocate(
+    tokens: int, heads: int, topk: int, num_sms: int, budget_bytes: int | None = None, capacity: int = 0, ranks: int = 1
+) -> Plan:
     """Defect 4: 1 + parts accumulators on every call, also where nothing is split, and no chunks (vLLM issue 53413).
 
     Upstream ran out of GPU memory; here the budget says so.

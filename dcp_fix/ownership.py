@@ -23,13 +23,16 @@ DCP slot mapping and `get_dcp_local_seq_lens`, restated. This is the only file t
 It moves no data, knows no process group, and does not decide which rank holds which heads.
 """
 
+from typing import TypeVar
+
 import torch
 from torch import Tensor
 
 NOT_OWNED = -1
+Count = TypeVar("Count", int, Tensor)
 
 
-def owner(position: int | Tensor, dcp_size: int, interleave: int = 1) -> int | Tensor:
+def owner(position: Count, dcp_size: int, interleave: int = 1) -> Count:
     """The rank whose cache holds `position`.
 
     >>> [owner(p, dcp_size=2, interleave=2) for p in range(6)]
@@ -39,7 +42,7 @@ def owner(position: int | Tensor, dcp_size: int, interleave: int = 1) -> int | T
     return position // interleave % dcp_size
 
 
-def local_index(position: int | Tensor, dcp_size: int, interleave: int = 1) -> int | Tensor:
+def local_index(position: Count, dcp_size: int, interleave: int = 1) -> Count:
     """Where `position` lies in its owner's shard, counted in tokens from 0.
 
     >>> [local_index(p, dcp_size=2, interleave=2) for p in range(6)]
@@ -49,7 +52,7 @@ def local_index(position: int | Tensor, dcp_size: int, interleave: int = 1) -> i
     return position // (dcp_size * interleave) * interleave + position % interleave
 
 
-def global_position(local_index: int | Tensor, dcp_size: int, dcp_rank: int, interleave: int = 1) -> int | Tensor:
+def global_position(local_index: Count, dcp_size: int, dcp_rank: int, interleave: int = 1) -> Count:
     """The position that row `local_index` of rank `dcp_rank`'s shard holds: the inverse of `local_index` on that rank.
 
     >>> [global_position(i, dcp_size=2, dcp_rank=1, interleave=2) for i in range(4)]
@@ -59,7 +62,7 @@ def global_position(local_index: int | Tensor, dcp_size: int, dcp_rank: int, int
     return (local_index // interleave * dcp_size + dcp_rank) * interleave + local_index % interleave
 
 
-def local_length(length: int | Tensor, dcp_size: int, dcp_rank: int, interleave: int = 1) -> int | Tensor:
+def local_length(length: Count, dcp_size: int, dcp_rank: int, interleave: int = 1) -> Count:
     """How many of the positions 0 .. length - 1 rank `dcp_rank` holds.
 
     A negative length is clamped to 0, in ints and tensors alike: to refuse one would mean to read a tensor's value,
@@ -149,7 +152,7 @@ def pack_valid(ids: Tensor) -> tuple[Tensor, Tensor]:
     return packed[..., :spill].contiguous(), valid.sum(dim=-1)
 
 
-def class_of(position: int | Tensor, classes: int = 8, interleave: int = 1) -> int | Tensor:
+def class_of(position: Count, classes: int = 8, interleave: int = 1) -> Count:
     """The canonical class of a position: its owner if there were `classes` ranks, whatever the number really is.
 
     With `classes` a multiple of D, rank r owns exactly the classes congruent to r modulo D. A reduction that runs over
@@ -161,7 +164,7 @@ def class_of(position: int | Tensor, classes: int = 8, interleave: int = 1) -> i
     return owner(position, classes, interleave)
 
 
-def local_class(position: int | Tensor, classes: int, dcp_size: int, interleave: int = 1) -> int | Tensor:
+def local_class(position: Count, classes: int, dcp_size: int, interleave: int = 1) -> Count:
     """Which of its owner's `classes / dcp_size` canonical classes a position falls into, ascending: class_of // D.
 
     >>> [(owner(p, 4), class_of(p), local_class(p, classes=8, dcp_size=4)) for p in (1, 5, 9)]
@@ -200,11 +203,11 @@ def prefix_hit(shared_tokens: int, block_size: int, dcp_size: int) -> int:
     return _at_least_0(shared_tokens) // unit * unit
 
 
-def _at_least_0(x: int | Tensor) -> int | Tensor:
+def _at_least_0(x: Count) -> Count:
     return x.clamp(min=0) if isinstance(x, Tensor) else max(x, 0)
 
 
-def _clamp(x: int | Tensor, low: int, high: int) -> int | Tensor:
+def _clamp(x: Count, low: int, high: int) -> Count:
     return x.clamp(low, high) if isinstance(x, Tensor) else min(max(x, low), high)
 
 

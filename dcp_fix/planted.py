@@ -20,6 +20,7 @@ from dcp_fix.combine import query_gather
 from dcp_fix.kv_cache import BLOCK, LATENT
 from dcp_fix.norm_rope import NormRopeInputs, fused_norm_rope
 from dcp_fix.ownership import localise, prefix_hit, row_slots
+from dcp_fix.ranks.group import Group
 
 
 @dataclass(frozen=True)
@@ -36,16 +37,16 @@ class Plant:
 # --- which keys -------------------------------------------------------------------------------------------------------
 
 
-class Offers:
+class Offers(Group):
     """A group whose ranks offer only the first ceil(k / D) of their candidates to a gather."""
 
-    def __init__(self, group) -> None:
+    def __init__(self, group: Group) -> None:
         self.group, self.size, self.rank = group, group.size, group.rank
 
-    def all_gather(self, candidates, dim):
-        """candidates int64 [T, k] -> [T, D * ceil(k / D)]."""
-        few = -(-candidates.shape[dim] // self.size)
-        return self.group.all_gather(candidates.topk(few, dim)[0], dim=dim)
+    def all_gather(self, x: Tensor, dim: int = 0, out: Tensor | None = None) -> Tensor:
+        """Candidates int64 [T, k] -> [T, D * ceil(k / D)]."""
+        few = -(-x.shape[dim] // self.size)
+        return self.group.all_gather(x.topk(few, dim)[0], dim, out)
 
 
 def select_from_few(q, head_weights, k_local, key_positions, query_positions, k, group):

@@ -97,7 +97,7 @@ def plan(
     return replace(whole, decoded=capacity) if _decoding_pays(whole, capacity, budget_bytes) else whole
 
 
-def allocate(plan: Plan, device) -> tuple[torch.Tensor, torch.Tensor] | None:
+def allocate(plan: Plan, device: torch.device) -> tuple[torch.Tensor, torch.Tensor] | None:
     """Accumulators (out [A, chunk, H, 512], lse [A, chunk, H]) in fp32, or None where the plan has none."""
     if not plan.accumulators:
         return None
@@ -145,7 +145,7 @@ def _even_chunk(tokens: int, most: int) -> int:
     return -(-tokens // pieces)
 
 
-def _check(tokens, heads, topk, num_sms):
+def _check(tokens: int, heads: int, topk: int, num_sms: int) -> None:
     if min(tokens, heads, topk, num_sms) < 1:
         raise ValueError(
             f"a plan needs positive sizes, got tokens={tokens} heads={heads} topk={topk} num_sms={num_sms}"

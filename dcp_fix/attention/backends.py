@@ -36,10 +36,13 @@ def way(plan: Plan, tokens: int, heads: int, dtype: torch.dtype, cache_format: s
     return "decode" if pays and tokens <= MOST and cache_format == "fp8_ds_mla" else "here"
 
 
-def sparse_partial_cuda(q, kv, slots, scale, cache_format=None, kv_scale=None, plan=None) -> tuple[Tensor, Tensor]:
+def sparse_partial_cuda(
+    q: Tensor, kv: Tensor, slots: Tensor, scale: float, cache_format: str | None = None,
+    kv_scale: Tensor | float | None = None, plan: Plan | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """attention.sparse_partial on a GPU."""
     plan = plan or planned(q, kv, slots.shape[1], cache_format)
-    chosen = way(plan, *q.shape[:2], q.dtype, cache_format)
+    chosen = way(plan, len(q), q.shape[1], q.dtype, cache_format)
     if chosen == "here" or slots.numel() == 0:
         return sparse_partial_triton(q, kv, slots, scale, cache_format, kv_scale, plan)
     if chosen == "prefill":

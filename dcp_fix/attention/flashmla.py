@@ -66,8 +66,9 @@ def load(root: Path) -> FlashMLA:
 
 
 def by_prefill(
-    flashmla: FlashMLA, q: Tensor, kv: Tensor, slots: Tensor, scale: float, cache_format: str, kv_scale: float | None
-) -> tuple[Tensor, Tensor]:
+    flashmla: FlashMLA, q: Tensor, kv: Tensor, slots: Tensor, scale: float, cache_format: str,
+    kv_scale: Tensor | float | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """attention.sparse_partial: the cache decoded, then one call."""
     value_scale = 1.0 if kv_scale is None else float(kv_scale)
     rows, (packed, counts) = decode_rows(kv, cache_format, q.dtype), pack(slots, tail=-1)

@@ -23,6 +23,7 @@ Not here: when it attends (backends.py), warp specialisation, reading fp8 straig
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from dcp_fix import workspace
 from dcp_fix.base.interpreter import check_interpreter
@@ -195,7 +196,10 @@ def _decode(
     tl.store(row + _LATENT + tl.arange(0, _ROPE)[None, :], rotated, mask=held)
 
 
-def sparse_partial_triton(q, kv, slots, scale, cache_format=None, kv_scale=None, plan=None):
+def sparse_partial_triton(
+    q: Tensor, kv: Tensor, slots: Tensor, scale: float, cache_format: str | None = None,
+    kv_scale: Tensor | float | None = None, plan: workspace.Plan | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """attention.sparse_partial as up to four launches; arguments, result and errors as there. Never waits for the
     device. Without a plan it makes one, that may decode the cache.
     """
@@ -234,14 +238,14 @@ def sparse_partial_triton(q, kv, slots, scale, cache_format=None, kv_scale=None,
     return out, lse
 
 
-def planned(q, kv, topk: int, cache_format: str | None) -> workspace.Plan:
+def planned(q: Tensor, kv: Tensor, topk: int, cache_format: str | None) -> workspace.Plan:
     """The plan of a caller that has none: for these tokens and this GPU, with no budget; it may decode the cache."""
     may_decode = cache_format not in (None, "bf16") and q.dtype != torch.float32
     capacity = kv.shape[0] * kv.shape[1] if may_decode else 0
     return workspace.plan(q.shape[0], q.shape[1], topk, workspace.num_sms(q.device), capacity=capacity)
 
 
-def pack(slots: torch.Tensor, tail: int | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+def pack(slots: Tensor, tail: int | None = None) -> tuple[Tensor, Tensor]:
     """ownership.pack_valid in one kernel: int32 [T, K] whose tail is `tail` or left unwritten, counts int32 [T]."""
     (tokens, topk), slots = slots.shape, slots.contiguous()
     packed = torch.empty(tokens, topk, dtype=torch.int32, device=slots.device)
@@ -250,7 +254,7 @@ def pack(slots: torch.Tensor, tail: int | None = None) -> tuple[torch.Tensor, to
     return packed, counts
 
 
-def decode_rows(kv: torch.Tensor, cache_format: str, dtype: torch.dtype) -> torch.Tensor:
+def decode_rows(kv: Tensor, cache_format: str, dtype: torch.dtype) -> Tensor:
     """Every row of an fp8 cache by its slot, in the queries' type: [B * block_size, 576]. A row is what the attention
     kernel itself would make of the entry, bit for bit; the one scale of "fp8" stays out, as there.
     """
@@ -284,7 +288,7 @@ def block_sizes(heads: int, dtype: torch.dtype, plain: bool = False, alone: bool
     return {"BLOCK_H": 64, "BLOCK_K": 128 if long else 32, "num_warps": 8, "num_stages": 1 if long else 2}
 
 
-def cache_arguments(kv, cache_format) -> dict:
+def cache_arguments(kv: Tensor, cache_format: str | None) -> dict:
     """The cache's typed fields and strides. Entry strides are constants, so that the compiler knows their alignment."""
     if cache_format is None:  # rows [N, 576]: blocks of one
         kv, cache_format = kv[:, None], "bf16"

@@ -20,10 +20,12 @@ Source: DeepSeek-V3.2's sparse MLA; the (out, lse) contract is that of FlashMLA'
 import threading
 
 import torch
+from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from dcp_fix.kv_cache import LATENT, ROPE, check_latent_cache, read_latent
 from dcp_fix.ownership import pack_valid
+from dcp_fix.workspace import Plan
 
 GATHER_FLOATS = 1 << 20  # of gathered rows at once: 4 MiB, so that both products find them in the cache
 SCORE_FLOATS = 1 << 24  # of a dense prefill's scores at once: 64 MiB
@@ -32,7 +34,10 @@ SCORE_FLOATS = 1 << 24  # of a dense prefill's scores at once: 64 MiB
 ONE_AT_A_TIME = threading.Lock()
 
 
-def sparse_partial(q, kv, slots, scale, cache_format=None, kv_scale=None, plan=None):
+def sparse_partial(
+    q: Tensor, kv: Tensor, slots: Tensor, scale: float, cache_format: str | None = None,
+    kv_scale: Tensor | float | None = None, plan: Plan | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """q [T, H, 576], slots int [T, K] (-1 = hole) -> out fp32 [T, H, 512], natural lse fp32 [T, H].
 
     `kv` is a paged cache with its `cache_format` (and `kv_scale` for "fp8"), or without a format rows [N, 576].
@@ -46,7 +51,10 @@ def sparse_partial(q, kv, slots, scale, cache_format=None, kv_scale=None, plan=N
     return sparse_partial_reference(q, kv, slots, scale, cache_format, kv_scale, plan)
 
 
-def sparse_partial_reference(q, kv, slots, scale, cache_format=None, kv_scale=None, plan=None):
+def sparse_partial_reference(
+    q: Tensor, kv: Tensor, slots: Tensor, scale: float, cache_format: str | None = None,
+    kv_scale: Tensor | float | None = None, plan: Plan | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The same in torch: gathers the packed rows of a few tokens at a time, then two batched products."""
     tokens, heads, _ = q.shape
     out, lse = q.new_zeros(tokens, heads, LATENT, dtype=torch.float32), q.new_full((tokens, heads), -torch.inf).float()
@@ -63,7 +71,7 @@ def sparse_partial_reference(q, kv, slots, scale, cache_format=None, kv_scale=No
     return out, lse
 
 
-def dense_prefill(q, k, v, scale):
+def dense_prefill(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     """q [T, h, Dq], k [S, h, Dq], v [S, h, Dv] -> [T, h, Dv]: query t sees the keys 0 .. S - T + t."""
     _check_dense(q, k, v)
     if q.is_cuda:
@@ -71,7 +79,7 @@ def dense_prefill(q, k, v, scale):
     return dense_prefill_reference(q, k, v, scale)
 
 
-def dense_prefill_reference(q, k, v, scale):
+def dense_prefill_reference(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     """The same in fp32, a few queries at a time; rounded to the values' type."""
     (tokens, heads, _), keys = q.shape, len(k)
     k, values = k.float().permute(1, 2, 0), v.float().transpose(0, 1)  # [h, Dq, S], [h, S, Dv]
@@ -86,17 +94,18 @@ def dense_prefill_reference(q, k, v, scale):
     return torch.cat(parts).to(v.dtype) if parts else v.new_empty(0, heads, v.shape[-1])
 
 
-def _dense_prefill_cuda(q, k, v, scale):
+def _dense_prefill_cuda(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:
     """torch's fused attention, with the causal mask aligned to the last key."""
     from torch.nn.attention.bias import causal_lower_right
 
-    heads_first, mask = (x.transpose(0, 1)[None] for x in (q, k, v)), causal_lower_right(len(q), len(k))
+    mask = causal_lower_right(len(q), len(k))
+    q, k, v = (x.transpose(0, 1)[None] for x in (q, k, v))
     with ONE_AT_A_TIME:
-        out = scaled_dot_product_attention(*heads_first, attn_mask=mask, scale=scale)
+        out = scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale)
     return out[0].transpose(0, 1)
 
 
-def _attend(q, rows, packed, counts, buffer):
+def _attend(q: Tensor, rows: Tensor, packed: Tensor, counts: Tensor, buffer: Tensor) -> tuple[Tensor, Tensor]:
     """Scaled q [t, H, 576], rows fp32 [N, 576], packed ids [t, K], counts [t] -> out [t, H, 512], lse [t, H]."""
     tokens, width = len(q), max(1, int(counts.max()))
     ids = packed[:, :width]
@@ -134,7 +143,7 @@ def _check_sparse(q, kv, slots, cache_format, kv_scale):
         raise ValueError(f"without a cache_format kv is rows [N, 576] of floats, got {kv.dtype} {list(kv.shape)}")
 
 
-def _check_dense(q, k, v):
+def _check_dense(q: Tensor, k: Tensor, v: Tensor) -> None:
     if k.shape[1:] != q.shape[1:] or v.shape[:2] != k.shape[:2] or len(k) < len(q):
         raise ValueError(
             "dense_prefill needs q [T, h, Dq], k [S, h, Dq], v [S, h, Dv] with S >= T, "

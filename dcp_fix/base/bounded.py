@@ -16,6 +16,7 @@ import os
 import stat
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 from dcp_fix.base.errors import UserError, shown
 
@@ -64,17 +65,17 @@ def read_bytes(path: Path, most: int) -> bytes:
     return data
 
 
-def read_json(path: Path, most: int, nan: bool = False):
+def read_json(path: Path, most: int, nan: bool = False) -> Any:
     """The value that a JSON file of at most `most` bytes holds. Raises UserError; FileNotFoundError."""
     return parse_json(read_bytes(path, most), shown(path), nan)
 
 
-def parse_json(data: bytes, name: str, nan: bool = False):
+def parse_json(data: bytes, name: str, nan: bool = False) -> Any:
     """The value of JSON text that came from `name`. Raises UserError for anything that is not plain JSON.
 
     `nan`: let NaN and the infinities pass, which are none, but which Python writes.
     """
-    hooks = {} if nan else {"parse_constant": no_constant, "parse_float": finite}
+    hooks: dict[str, Any] = {} if nan else {"parse_constant": no_constant, "parse_float": finite}
     try:
         return json.loads(data.decode("utf-8"), parse_int=short_int, object_pairs_hook=named_once, **hooks)
     except RecursionError:

@@ -46,7 +46,7 @@ def ending(code: int) -> str:
 def stoppable() -> Iterator[None]:
     """While inside, SIGTERM and SIGHUP raise `Stopped`, so that what was begun is tidied up. In a main thread only."""
 
-    def stop(number, frame):
+    def stop(number: int, frame: object) -> None:
         raise Stopped(number)
 
     heeded = [n for n in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) is not signal.SIG_IGN]
@@ -90,7 +90,7 @@ def ready_streams() -> None:
             stream.reconfigure(errors="backslashreplace")
 
 
-def printed(show: Callable, *values) -> None:
+def printed(show: Callable, *values: object) -> None:
     """show(*values), which prints. A reader that has gone is no error; raises UserError where nothing can be written.
 
     For results: what they say is written down already, or returned as a status.

@@ -186,7 +186,9 @@ def aligned(size: int) -> int:
     return -(-size // ALIGN) * ALIGN
 
 
-def merge(outs: Tensor, lses: Tensor, result: Tensor | None = None, want_lse: bool = True):
+def merge(
+    outs: Tensor, lses: Tensor, result: Tensor | None = None, want_lse: bool = True
+) -> tuple[Tensor, Tensor | None]:
     """combine.merge_partials: outs [P, T, H, D], lses [P, T, H] -> out fp32 or in `result`'s type [T, H, D], lse fp32
     [T, H] or None.
     """

@@ -21,22 +21,25 @@ Source: vLLM issue 50095, PR 50005 and PR 52377; the merge is that of split-KV f
 """
 
 import math
+from collections.abc import Callable, Mapping
 
 import torch
+from torch import Tensor
 
 from dcp_fix.ranks.group import Group
 
 NEUTRAL = (0.0, float("-inf"))  # (out, lse) of no keys
 BASES = {"e": 1.0, "2": math.log(2.0)}  # natural logarithm = BASES[base] * logarithm in that base
+Partial = Callable[[Tensor], tuple[Tensor, Tensor]]  # q [T, H, Dq] -> (out [T, H, D], natural lse [T, H])
 
 
-def clean_lse(lse: torch.Tensor) -> torch.Tensor:
+def clean_lse(lse: Tensor) -> Tensor:
     """fp32, with the mark of FlashMLA for "no key", +inf, turned into -inf. NaN stays: it is a fault, no mark."""
     lse = lse.float()
     return lse.masked_fill(lse == math.inf, NEUTRAL[1])
 
 
-def to_natural(lse: torch.Tensor, base: str) -> torch.Tensor:
+def to_natural(lse: Tensor, base: str) -> Tensor:
     """An lse in base "e" (FlashMLA) or "2" (FlashInfer, trtllm) as a natural one, in fp32: convert once, and only here.
 
     Widened before the multiplication: a bf16 product would be rounded to a step of 1/32 between 4 and 8.
@@ -48,7 +51,7 @@ def to_natural(lse: torch.Tensor, base: str) -> torch.Tensor:
     return lse.float() * BASES[base]
 
 
-def merge_weights(lse: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def merge_weights(lse: Tensor) -> tuple[Tensor, Tensor]:
     """lse [P, T, H] -> (weights [P, T, H] that sum to 1, or are all 0 where every partial is neutral; lse [T, H])."""
     lse = clean_lse(lse)
     top = lse.amax(0)
@@ -59,13 +62,13 @@ def merge_weights(lse: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return weights / torch.where(total == 0, 1.0, total), top + total.log()
 
 
-def weighted(out: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def weighted(out: Tensor, weight: Tensor) -> Tensor:
     """weight * out in fp32, where a weight of zero gives zero whatever `out` holds. out [T, H, D], weight [T, H]."""
     weight = weight[..., None]
     return (out.float() * weight).masked_fill_(weight == 0, 0.0)
 
 
-def merge_partials(out: torch.Tensor, lse: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def merge_partials(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
     """out [P, T, H, D], natural lse [P, T, H] -> (out fp32 [T, H, D], lse fp32 [T, H])."""
     weights, merged_lse = merge_weights(lse)
     merged = weighted(out[0], weights[0])
@@ -74,12 +77,12 @@ def merge_partials(out: torch.Tensor, lse: torch.Tensor) -> tuple[torch.Tensor, 
     return merged, merged_lse
 
 
-def query_gather(q: torch.Tensor, group: Group, out=None) -> torch.Tensor:
+def query_gather(q: Tensor, group: Group, out: Tensor | None = None) -> Tensor:
     """q [T, h, D] of this rank's heads -> [T, H, D] of every rank's, in rank order."""
     return group.all_gather(q, dim=1, out=out)
 
 
-def combine_ag_rs(out: torch.Tensor, lse: torch.Tensor, group: Group, result=None) -> torch.Tensor:
+def combine_ag_rs(out: Tensor, lse: Tensor, group: Group, result: Tensor | None = None) -> Tensor:
     """All-gather the lse, weigh the own out, reduce-scatter over heads. out [T, H, D], lse [T, H] -> fp32 [T, h, D].
 
     On a GPU the reduce-scatter is an all-to-all of the terms and a sum in rank order.
@@ -93,7 +96,7 @@ def combine_ag_rs(out: torch.Tensor, lse: torch.Tensor, group: Group, result=Non
     return group.reduce_scatter(weighted(out, weights[group.rank]), dim=1, out=result)
 
 
-def combine_a2a(out: torch.Tensor, lse: torch.Tensor, group: Group, result=None) -> torch.Tensor:
+def combine_a2a(out: Tensor, lse: Tensor, group: Group, result: Tensor | None = None) -> Tensor:
     """Send each rank its heads' outputs and lse, merge what arrives. out [T, H, D], lse [T, H] -> fp32 [T, h, D]."""
     (tokens, heads, width), ranks = out.shape, group.size
     if out.is_cuda:
@@ -107,7 +110,7 @@ def combine_a2a(out: torch.Tensor, lse: torch.Tensor, group: Group, result=None)
     return merged if result is None else result.copy_(merged)
 
 
-def by_receiver(x: torch.Tensor, ranks: int) -> torch.Tensor:
+def by_receiver(x: Tensor, ranks: int) -> Tensor:
     """[T, H, ...] -> [P, T, h, ...]: row s holds the heads of rank s."""
     return x.unflatten(1, (ranks, -1)).transpose(0, 1)
 
@@ -123,26 +126,26 @@ class CombineManager:
     other batch takes the plain collective: a batch larger than the workspace is neither an error nor cut short.
     """
 
-    methods = METHODS
+    methods: Mapping[str, Callable[..., Tensor]] = METHODS
 
     def __init__(self, group: Group, method: str = "ag_rs", max_rows: int = 0) -> None:
         if method not in self.methods:
             raise ValueError(f"combine method {method!r} is not one of {', '.join(self.methods)}")
         self.group, self.method, self.max_rows = group, method, max_rows
-        self.workspace: dict[tuple, torch.Tensor] = {}
+        self.workspace: dict[tuple, Tensor] = {}
 
     def path(self, rows: int, decode_only: bool) -> str:
         """Which way a batch goes: "direct" or "plain"."""
         return "direct" if decode_only and rows <= self.max_rows else "plain"
 
-    def query_gather(self, q: torch.Tensor, decode_only: bool = False) -> torch.Tensor:
+    def query_gather(self, q: Tensor, decode_only: bool = False) -> Tensor:
         """q [T, h, D] -> [T, H, D]."""
         tokens, heads, width = q.shape
         return query_gather(
             q, self.group, self._direct("q", q, (tokens, heads * self.group.size, width), q.dtype, decode_only)
         )
 
-    def combine(self, out: torch.Tensor, lse: torch.Tensor, decode_only: bool = False) -> torch.Tensor:
+    def combine(self, out: Tensor, lse: Tensor, decode_only: bool = False) -> Tensor:
         """out [T, H, D], natural lse [T, H] -> fp32 [T, h, D]."""
         tokens, heads, width = out.shape
         if lse.shape != out.shape[:2] or heads % self.group.size:
@@ -164,7 +167,7 @@ class CombineManager:
         return self.workspace[key][:tokens]
 
 
-def attend_routed(q: torch.Tensor, partial, manager: CombineManager, decode_only: bool = False) -> torch.Tensor:
+def attend_routed(q: Tensor, partial: Partial, manager: CombineManager, decode_only: bool = False) -> Tensor:
     """q [T, h, Dq] of this rank's heads -> their whole attention, fp32 [T, h, D].
 
     `partial` maps a query [T, H, Dq] to (out, lse) over this rank's keys. The gather and the combine belong to every

@@ -20,6 +20,7 @@ from dcp_fix.base.errors import UserError, shown
 from dcp_fix.engine.config import CheckpointError, Config, absent
 
 DTYPES = ("BF16", "F16", "F32")  # as safetensors calls them
+Shape = tuple[int, ...]
 
 
 def check_folder(folder: Path) -> Config:
@@ -58,7 +59,7 @@ def read_weights(path: Path, config: Config) -> dict[str, Tensor]:
     return weights
 
 
-def check_header(path: Path, held: dict[str, tuple[tuple[int, ...], str]], config: Config) -> None:
+def check_header(path: Path, held: dict[str, tuple[Shape, str]], config: Config) -> None:
     """Raise `CheckpointError` unless a file of these shapes and types holds what the config asks for, and no more.
 
     Names are made one at a time: a config may ask for millions, a file that lacks them is small.
@@ -81,26 +82,26 @@ def check_header(path: Path, held: dict[str, tuple[tuple[int, ...], str]], confi
         )
 
 
-def weight_shapes(config: Config) -> dict[str, tuple[int, ...]]:
+def weight_shapes(config: Config) -> dict[str, Shape]:
     """Name and shape of every tensor that a checkpoint of this config holds."""
     return dict(named_shapes(config))
 
 
-def named_shapes(config: Config) -> Iterator[tuple[str, tuple[int, ...]]]:
+def named_shapes(config: Config) -> Iterator[tuple[str, Shape]]:
     """The same, one after another."""
     c, hidden = config, config.hidden_size
     yield "model.embed_tokens.weight", (c.vocab_size, hidden)
     yield "model.norm.weight", (hidden,)
     yield "lm_head.weight", (c.vocab_size, hidden)
     for i in range(c.num_hidden_layers):
-        layer = {"input_layernorm.weight": (hidden,), "post_attention_layernorm.weight": (hidden,)}
+        layer: dict[str, Shape] = {"input_layernorm.weight": (hidden,), "post_attention_layernorm.weight": (hidden,)}
         layer |= {f"self_attn.{name}": shape for name, shape in attention_shapes(c, i).items()}
         layer |= {f"mlp.{name}": shape for name, shape in mlp_shapes(c, i).items()}
         for name, shape in layer.items():
             yield f"model.layers.{i}.{name}", shape
 
 
-def attention_shapes(c: Config, index: int) -> dict[str, tuple[int, ...]]:
+def attention_shapes(c: Config, index: int) -> dict[str, Shape]:
     """The tensors under `self_attn` of one layer."""
     heads, hidden = c.num_attention_heads, c.hidden_size
     shapes = {
@@ -123,10 +124,10 @@ def attention_shapes(c: Config, index: int) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def mlp_shapes(c: Config, index: int) -> dict[str, tuple[int, ...]]:
+def mlp_shapes(c: Config, index: int) -> dict[str, Shape]:
     """The tensors under `mlp` of one layer."""
 
-    def swiglu(prefix: str, inner: int) -> dict[str, tuple[int, ...]]:
+    def swiglu(prefix: str, inner: int) -> dict[str, Shape]:
         up, down = (inner, c.hidden_size), (c.hidden_size, inner)
         return {f"{prefix}gate_proj.weight": up, f"{prefix}up_proj.weight": up, f"{prefix}down_proj.weight": down}
 

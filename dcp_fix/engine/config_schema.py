@@ -10,7 +10,7 @@ It does not: read a file, or hand on what it read (config.py).
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeAlias
 
 from pydantic import AfterValidator, Field, model_validator
 from pydantic_core import PydanticCustomError
@@ -48,8 +48,10 @@ def exactly(value: bool) -> AfterValidator:
     return AfterValidator(check)
 
 
-One, Zero = Annotated[int, Field(ge=1, le=1)], Annotated[int, Field(ge=0, le=0)]  # Literal[1] would take True and 1.0
-Yes, No = Annotated[bool, exactly(True)], Annotated[bool, exactly(False)]
+One: TypeAlias = Annotated[int, Field(ge=1, le=1)]  # Literal[1] would take True and 1.0
+Zero: TypeAlias = Annotated[int, Field(ge=0, le=0)]
+Yes: TypeAlias = Annotated[bool, exactly(True)]
+No: TypeAlias = Annotated[bool, exactly(False)]
 TokenId = Annotated[int, Field(ge=0)]
 Theta = Annotated[float, Field(ge=1, le=1e15)]
 THETA = "a number, 1 .. 1e15"
@@ -143,7 +145,7 @@ class ConfigFile(Schema):
 
     def theta(self) -> float | None:
         """The base of the rotary angles, wherever the file has it."""
-        nested = self.rope_parameters and self.rope_parameters.rope_theta
+        nested = self.rope_parameters.rope_theta if self.rope_parameters else None
         return self.rope_theta if nested is None else nested
 
     @model_validator(mode="after")

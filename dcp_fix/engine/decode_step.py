@@ -71,6 +71,7 @@ class DecodeStep:
     def record(self) -> torch.cuda.CUDAGraph:
         """Record the step into a graph, without running it."""
         graph, stream = self.group.replicated(lambda: (torch.cuda.CUDAGraph(), torch.cuda.Stream()))
+        place: torch.cuda.graph | torch.cuda.StreamContext
         if self.group.captures:
             place = torch.cuda.graph(graph, stream=stream, capture_error_mode="relaxed")  # other threads launch too
         else:

@@ -23,6 +23,7 @@ It does not: add numbers (exact/reference.py), or change the ordinary mode, whic
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,6 +31,7 @@ from torch import Tensor
 from dcp_fix import exact
 from dcp_fix.combine import CombineManager
 from dcp_fix.engine.blocks import BlockPool
+from dcp_fix.engine.config import Config
 from dcp_fix.engine.model import Layer
 from dcp_fix.engine.sharded import DIRECT_ROWS, FP8_SCALE, ROUTE_ROWS, ShardedAttention
 from dcp_fix.kv_cache import BLOCK
@@ -76,7 +78,7 @@ class RunPool(BlockPool):
 class ExactAttention(ShardedAttention):
     """ShardedAttention with D-independent bits. `classes` is C."""
 
-    def __init__(self, config, heads: int, dcp: Group, *, combine: str, classes: int, **options) -> None:
+    def __init__(self, config: Config, heads: int, dcp: Group, *, combine: str, classes: int, **options: Any) -> None:
         super().__init__(config, heads, dcp, combine=next(iter(CombineManager.methods)), **options)
         self.classes, self.unit = classes, BLOCK * classes
         positions = torch.arange(config.max_position_embeddings, device=self.cos_sin.device)
@@ -84,7 +86,7 @@ class ExactAttention(ShardedAttention):
         self.manager = ExactManager(dcp, combine, DIRECT_ROWS)
 
     @staticmethod
-    def pool(max_length: int, dcp_size: int, classes: int) -> RunPool:
+    def pool(max_length: int, dcp_size: int, classes: int) -> RunPool:  # type: ignore[override]
         """Blocks of a cache for `max_length` tokens. Raises UserError for a DCP size that does not divide C."""
         exact.check_classes(classes, dcp_size)
         run = classes // dcp_size

@@ -132,7 +132,9 @@ class ShardedAttention:
         """
         self.batch = self.placed(None, position, table, len(table) * BLOCK, True, self.plan(1))
 
-    def placed(self, start: int | None, positions: Tensor, table: Tensor, keys: int, decode: bool, plan) -> Batch:
+    def placed(
+        self, start: int | None, positions: Tensor, table: Tensor, keys: int, decode: bool, plan: workspace.Plan | None
+    ) -> Batch:
         """The batch with the slots of its positions in both caches."""
         local, index_table = self.localise(positions), self.num_blocks - 1 - table
         slots, index_slots = slots_of(local, table, BLOCK), slots_of(local, index_table, BLOCK)

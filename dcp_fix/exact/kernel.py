@@ -22,6 +22,7 @@ Not here: merging the classes of a rank inside the attention kernel, which would
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 from dcp_fix.attention.kernel import _LATENT, TYPES, _walk, block_sizes, cache_arguments
 from dcp_fix.base.interpreter import check_interpreter
@@ -107,7 +108,10 @@ def _merge_node(parts, stride, logs, log_stride, out, lse, NODES: tl.constexpr):
     tl.store(lse + at, natural)
 
 
-def leaf_partials_triton(q, kv, slots, ids, leaf_of, classes, heads, scale, cache_format=None, kv_scale=None, splits=1):
+def leaf_partials_triton(
+    q: Tensor, kv: Tensor, slots: Tensor, ids: Tensor, leaf_of: Tensor, classes: int, heads: int, scale: float,
+    cache_format: str | None = None, kv_scale: Tensor | float | None = None, splits: int = 1,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """exact.leaf_partials. All heads of the group go through one grid; `heads`, those of a rank, matter to none."""
     (tokens, total, _), topk = q.shape, slots.shape[1]
     if not q.is_cuda:
@@ -126,9 +130,7 @@ def leaf_partials_triton(q, kv, slots, ids, leaf_of, classes, heads, scale, cach
     return out, lse
 
 
-def pack_classes(
-    slots: torch.Tensor, ids: torch.Tensor, leaf_of: torch.Tensor, classes: int
-) -> tuple[torch.Tensor, torch.Tensor]:
+def pack_classes(slots: Tensor, ids: Tensor, leaf_of: Tensor, classes: int) -> tuple[Tensor, Tensor]:
     """The valid slots of each token, class after class: int32 [T, K] whose tail is left unwritten, and where each class
     begins and the last one ends: int32 [T, n + 1]. Looked up here: a launch of its own costs more.
     """
@@ -140,7 +142,7 @@ def pack_classes(
     return packed, ends
 
 
-def merge_tree_triton(out: torch.Tensor, lse: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def merge_tree_triton(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
     """exact.merge_tree: out [P, T, H, 512], lse [P, T, H] -> out [T, H, 512], lse [T, H]."""
     if len(out) == 1:
         return out[0], lse[0]

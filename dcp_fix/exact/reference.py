@@ -91,7 +91,7 @@ def merge_tree_reference(out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
 
 def node_partial(
     q: Tensor, kv: Tensor, slots: Tensor, ids: Tensor, leaf_of: Tensor, classes: int, heads: int, scale: float,
-    cache_format=None, kv_scale=None, plan: workspace.Plan | None = None,
+    cache_format: str | None = None, kv_scale: Tensor | float | None = None, plan: workspace.Plan | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """This rank's node: q [T, H, 576] -> out fp32 [T, H, 512], natural lse fp32 [T, H].
 
@@ -114,7 +114,9 @@ def node_partial(
     return out, lse
 
 
-def combine_exact(out: Tensor, lse: Tensor, group: Group, result=None, transport: str = "a2a") -> Tensor:
+def combine_exact(
+    out: Tensor, lse: Tensor, group: Group, result: Tensor | None = None, transport: str = "a2a"
+) -> Tensor:
     """Send each rank its heads' nodes and merge what arrives: out [T, H, 512], lse [T, H] -> fp32 [T, h, 512].
 
     `transport` "a2a" sends the lse in the same way, "ag_rs" gathers it whole; a reducing collective cannot follow the
@@ -140,8 +142,9 @@ def _exchange(out: Tensor, lse: Tensor, group: Group, transport: str) -> tuple[T
 
 
 def leaf_partials(
-    q, kv, slots, ids, leaf_of, classes: int, heads: int, scale, cache_format=None, kv_scale=None, splits=1
-):
+    q: Tensor, kv: Tensor, slots: Tensor, ids: Tensor, leaf_of: Tensor, classes: int, heads: int, scale: float,
+    cache_format: str | None = None, kv_scale: Tensor | float | None = None, splits: int = 1,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Each class of this rank in `splits` pieces: out fp32 [splits * n, T, H, 512], lse [splits * n, T, H], classes
     innermost. The reference never splits.
     """
@@ -153,8 +156,9 @@ def leaf_partials(
 
 
 def leaf_partials_reference(
-    q, kv, slots, ids, leaf_of, classes: int, heads: int, scale, cache_format=None, kv_scale=None, splits=1
-):
+    q: Tensor, kv: Tensor, slots: Tensor, ids: Tensor, leaf_of: Tensor, classes: int, heads: int, scale: float,
+    cache_format: str | None = None, kv_scale: Tensor | float | None = None, splits: int = 1,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The same in torch."""
     leaves = leaf_of[ids.clamp(min=0)]
     q = (q.float() * scale).unflatten(1, (-1, heads)).transpose(0, 1).contiguous()  # [D, T, h, 576]

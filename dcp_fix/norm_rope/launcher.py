@@ -93,7 +93,7 @@ def signature_of(inputs: NormRopeInputs) -> tuple:
     return *map(signature, (vars(inputs) | {"indexer": None}).values()), *map(signature, indexer), rows_each(inputs)
 
 
-def signature(x):
+def signature(x: object) -> object:
     """The same of one value: of a tensor its layout, anything else is its own."""
     return (x.shape, x.stride(), x.dtype, x.get_device(), x.data_ptr() % 16) if isinstance(x, Tensor) else x
 

@@ -10,7 +10,9 @@ rank that computes on after a failure is left behind as a daemon.
 
 import threading
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
+from typing import Any, NoReturn
 
 import torch
 
@@ -25,11 +27,11 @@ class GroupError(RuntimeError):
 class World:
     """The threads of one `LocalGroup.run`, and the first failure among them."""
 
-    def __init__(self, size: int, timeout: float):
+    def __init__(self, size: int, timeout: float) -> None:
         self.size, self.timeout = size, timeout
         self.changed = threading.Condition()
         self.meetings: dict[range, Meeting] = {}
-        self.results = [None] * size
+        self.results: list = [None] * size
         self.done: set[int] = set()
         self.waiting: dict[int, str] = {}  # rank -> what it waits in
         self.failure: tuple[str, BaseException | None] | None = None
@@ -39,7 +41,7 @@ class World:
         with self.changed:
             return self.meetings.setdefault(members, Meeting(self, members))
 
-    def run(self, fn) -> list:
+    def run(self, fn: Callable[[int], Any]) -> list:
         """Call fn(rank) in one thread per rank; the results in rank order, or GroupError for the first failure."""
         intra_op, modes = torch.get_num_threads(), _thread_local_modes()
         threads = [
@@ -60,12 +62,12 @@ class World:
             raise GroupError(reason) from cause
         return self.results
 
-    def _wait(self):
+    def _wait(self) -> None:
         with self.changed:
             self.changed.wait_for(lambda: self.failure or len(self.done) == self.size)
             self.changed.wait_for(lambda: len(self.done) == self.size, GRACE_S)  # after a failure: daemons, left behind
 
-    def _rank_main(self, rank, fn, modes):
+    def _rank_main(self, rank: int, fn: Callable[[int], Any], modes: Callable[[], ExitStack]) -> None:
         try:
             torch.set_num_threads(1)  # the ranks are the parallelism
             with modes():
@@ -79,7 +81,7 @@ class World:
                 self.done.add(rank)
                 self.changed.notify_all()
 
-    def fail(self, reason, cause=None):
+    def fail(self, reason: str, cause: BaseException | None = None) -> None:
         """Record the first failure and release everyone who waits."""
         with self.changed:
             self.failure = self.failure or (reason, cause)
@@ -93,12 +95,13 @@ class Released(BaseException):
 class Meeting:
     """Where the members of one group hand each other values: two phases, so that nobody leaves while another reads."""
 
-    def __init__(self, world: World, members: range):
+    def __init__(self, world: World, members: range) -> None:
         self.world, self.members = world, members
         self.slots: list = [None] * len(members)
-        self.arrived, self.phase = set(), 0
+        self.arrived: set[int] = set()
+        self.phase = 0
 
-    def exchange(self, rank, signature, value, read):
+    def exchange(self, rank: int, signature: str, value: Any, read: Callable[[list], Any]) -> Any:
         """read([value of member 0, of member 1, ...]), if all of them call with the same signature."""
         self.slots[rank] = (signature, value)
         self._meet(rank, signature)
@@ -110,7 +113,7 @@ class Meeting:
         self.slots[rank] = None  # everyone has read it
         return result
 
-    def _meet(self, rank, signature):
+    def _meet(self, rank: int, signature: str) -> None:
         world = self.world
         with world.changed:
             phase = self.phase
@@ -127,7 +130,7 @@ class Meeting:
             if world.failure:
                 raise Released
 
-    def _wait(self, signature, deadline):
+    def _wait(self, signature: str, deadline: float) -> None:
         """Sleep until something changes, or declare that waiting is in vain."""
         world, absent = self.world, set(self.members) - self.arrived
         if absent & world.done:
@@ -138,18 +141,18 @@ class Meeting:
         elif not world.changed.wait(deadline - time.monotonic()) and time.monotonic() >= deadline:
             world.fail(f"rank {min(absent)} did not reach {signature} within {world.timeout:g} s")
 
-    def _disagree(self, slots):
+    def _disagree(self, slots: list[tuple[str, Any]]) -> NoReturn:
         calls = "; ".join(f"rank {rank}: {signature}" for rank, (signature, _) in zip(self.members, slots, strict=True))
         self.world.fail(f"the ranks called different collectives or passed different shapes: {calls}")
         raise Released
 
 
-def _thread_local_modes():
+def _thread_local_modes() -> Callable[[], ExitStack]:
     """What torch keeps per thread and a rank must take over from the caller: grad mode, inference mode, CUDA stream."""
     inference, grad = torch.is_inference_mode_enabled(), torch.is_grad_enabled()
     stream = torch.cuda.current_stream() if torch.cuda.is_available() else None
 
-    def modes():
+    def modes() -> ExitStack:
         stack = ExitStack()
         stack.enter_context(torch.inference_mode(inference))
         stack.enter_context(torch.set_grad_enabled(grad))

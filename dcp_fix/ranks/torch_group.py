@@ -25,12 +25,13 @@ It does not: overlap communication with computation, or survive the loss of a ra
 """
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.nn.functional import pad
 
 from dcp_fix.ranks.group import TIMEOUT_S, Group, GroupError, SingleGroup, _divides, _group_size, _into, ordered_sum
@@ -46,47 +47,45 @@ all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_
 class TorchGroup(Group):
     """This process's rank of a group of processes. Made by `joined` and `subgroup` only."""
 
-    def __init__(self, members: range, process_group, device: torch.device, watch: Watch, made: dict) -> None:
+    def __init__(
+        self, members: range, process_group: dist.ProcessGroup, device: torch.device, watch: Watch, made: dict
+    ) -> None:
         self.members, self.process_group, self.device = members, process_group, device
         self.watch, self.made = watch, made  # shared by all groups of this process
         self.rank, self.size = members.index(watch.rank), len(members)
         self.transport = dist.get_backend(process_group)
+        self.capturable = self.transport == "nccl"  # gloo's collectives run on the host
         self.self_test(device)
-
-    @property
-    def capturable(self) -> bool:
-        """Whether a CUDA graph can hold the collectives: gloo's run on the host."""
-        return self.transport == "nccl"
 
     # --- collectives --------------------------------------------------------------------------------------------------
 
-    def _exchange(self, op, x, read):
+    def _exchange(self, op: str, x: Tensor, read: Callable[[list[Tensor]], Tensor]) -> Tensor:
         return read(list(self._gather(op, x)))
 
-    def reduce_scatter(self, x, dim=0, out=None):
+    def reduce_scatter(self, x: Tensor, dim: int = 0, out: Tensor | None = None) -> Tensor:
         _divides(self.size, x, dim, "reduce_scatter")
         slices = x.unflatten(dim, (self.size, -1)).movedim(dim % x.dim(), 0)  # [size, ..., n, ...]
         return _into(out, ordered_sum(list(self._swap(f"reduce_scatter(dim={dim})", slices))))
 
-    def all_reduce(self, x, out=None):
+    def all_reduce(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         if x.nbytes <= SMALL_BYTES:
             return super().all_reduce(x, out)
         flat = pad(x.flatten(), (0, -x.numel() % self.size)).view(self.size, -1)
         mine = ordered_sum(list(self._swap("all_reduce", flat)))
         return _into(out, self._gather("all_reduce", mine).flatten()[: x.numel()].view(x.shape))
 
-    def all_to_all(self, x, out=None):
+    def all_to_all(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         if x.shape[0] != self.size:
             raise GroupError(f"all_to_all needs one row for each of {self.size} ranks, got {list(x.shape)}")
         return _into(out, self._swap("all_to_all", x))
 
-    def share(self, jobs):
+    def share(self, jobs: Sequence[Callable]) -> list:
         """As Group.share. Counted, since a replayed CUDA graph starts its collectives without a word."""
         self.watch.check()
         self.watch.reach(f"share of {len(jobs)} jobs")
         return super().share(jobs)
 
-    def subgroup(self, size):
+    def subgroup(self, size: int) -> Group:
         _group_size(size, self.size)
         if size == self.size:
             return self
@@ -107,29 +106,29 @@ class TorchGroup(Group):
 
     # --- bytes --------------------------------------------------------------------------------------------------------
 
-    def _gather(self, op: str, x: torch.Tensor) -> torch.Tensor:
+    def _gather(self, op: str, x: Tensor) -> Tensor:
         """x of every rank: [size, *x.shape]."""
         data = self._bytes(x)
         everyones = data.new_empty(self.size * data.numel())
         self._carry(op, x, lambda: all_gather_single(everyones, data, group=self.process_group, async_op=True))
         return self._tensor(everyones, x, (self.size, *x.shape))
 
-    def _swap(self, op: str, x: torch.Tensor) -> torch.Tensor:
+    def _swap(self, op: str, x: Tensor) -> Tensor:
         """x[s] goes to rank s; row s of the result came from there. Shape of x [size, ...]."""
         data = self._bytes(x)
         received = torch.empty_like(data)
         self._carry(op, x, lambda: dist.all_to_all_single(received, data, group=self.process_group, async_op=True))
         return self._tensor(received, x, x.shape)
 
-    def _bytes(self, x: torch.Tensor) -> torch.Tensor:
+    def _bytes(self, x: Tensor) -> Tensor:
         """The bytes of x where the transport reads them: on the GPU for NCCL, else on the host."""
         data = x.detach().contiguous().view(-1).view(torch.uint8)
         return data if self.capturable else data.cpu()
 
-    def _tensor(self, data: torch.Tensor, like: torch.Tensor, shape) -> torch.Tensor:
+    def _tensor(self, data: Tensor, like: Tensor, shape: tuple[int, ...]) -> Tensor:
         return data.to(like.device).view(like.dtype).view(shape)
 
-    def _carry(self, op: str, x: torch.Tensor, start) -> None:
+    def _carry(self, op: str, x: Tensor, start: Callable[[], dist.Work]) -> None:
         """Start a collective and wait for it, as long as the group has not failed."""
         self.watch.check()
         if x.numel() == 0:
@@ -147,7 +146,7 @@ class TorchGroup(Group):
                 raise
             raise self.watch.blame(error) from error
 
-    def _wait(self, work) -> None:
+    def _wait(self, work: dist.Work) -> None:
         """Wait a moment. Raises what the transport raises, or GroupError if the group has failed."""
         try:
             work.wait(POLL)
@@ -159,8 +158,9 @@ class TorchGroup(Group):
 
 @contextmanager
 def joined(
-    device: str = "cpu", terms: dict | None = None, timeout: float = TIMEOUT_S, share_gpus: bool = False, **watching
-) -> Iterator[TorchGroup]:
+    device: str = "cpu", terms: dict | None = None, timeout: float = TIMEOUT_S, share_gpus: bool = False,
+    **watching: float,
+) -> Iterator[TorchGroup]:  # fmt: skip
     """This process's place in the group of all ranks, on `group.device`. Leaving waits until every rank is done.
 
     Raises GroupError that names the rank and the reason if any rank fails, was started with other `terms`, is late by
@@ -168,15 +168,15 @@ def joined(
     environment lacks what torchrun sets, or if the ranks of this host outnumber its GPUs and may not share them.
     """
     place = Place.from_environment()
-    device = place.device(device, share_gpus)
-    if device.type == "cuda":
-        torch.cuda.set_device(device)
+    own = place.device(device, share_gpus)
+    if own.type == "cuda":
+        torch.cuda.set_device(own)
     store = connect(place, serve=place.keeps_store)
     watch = Watch(store, place.rank, place.size, timeout, **watching)
     try:
         agree(store, place, terms or {})
         watch.start()
-        yield TorchGroup(range(place.size), start(place, device, timeout, share_gpus), device, watch, {})
+        yield TorchGroup(range(place.size), start(place, own, timeout, share_gpus), own, watch, {})
         watch.finish()
     except BaseException as error:
         watch.fail(str(error) if isinstance(error, GroupError) else reason(place, error))
@@ -186,7 +186,7 @@ def joined(
     leave(store, place)
 
 
-def start(place: Place, device: torch.device, timeout: float, share_gpus: bool):
+def start(place: Place, device: torch.device, timeout: float, share_gpus: bool) -> dist.ProcessGroup:
     """The process group of all ranks: over NCCL where every rank has a GPU to itself, else over gloo."""
     dist.init_process_group(
         "nccl" if device.type == "cuda" and not share_gpus else "gloo", store=connect(place),

@@ -23,6 +23,8 @@ import sys
 import threading
 import time
 
+import torch.distributed as dist
+
 from dcp_fix.base.errors import shown_lines
 from dcp_fix.ranks.group import GroupError
 
@@ -36,13 +38,16 @@ class Watch:
     """Rank `rank` of `size`. `timeout` seconds is how long a rank may lag behind the others."""
 
     def __init__(
-        self, store, rank: int, size: int, timeout: float, silence: float = SILENCE_S, grace: float = GRACE_S
-    ) -> None:
+        self, store: dist.Store, rank: int, size: int, timeout: float,
+        silence: float = SILENCE_S, grace: float = GRACE_S,
+    ) -> None:  # fmt: skip
         self.store, self.rank, self.size = store, rank, size
         self.timeout, self.silence, self.grace = timeout, silence, grace
         self.at, self.finished = (0, "the start"), False  # collectives begun and the last one: one value, never torn
         self.failure: str | None = None
-        self.beats, self.seen = 0, {}  # rank -> (its beat, since when I know it, since when its count has stood still)
+        self.beats = 0
+        # rank -> (its beat, since when I know it, since when its count has stood still)
+        self.seen: dict[int, tuple[dict, float, float]] = {}
         self.closed, self.writing = threading.Event(), threading.Lock()
         self.thread = threading.Thread(target=self._run, daemon=True, name=f"watch{rank}")
         self.beat()
@@ -171,17 +176,17 @@ def place(beat: dict) -> str:
     return f"{beat['where']} (collective {beat['count']})"
 
 
-def report_failure(store, reason: str) -> str:
+def report_failure(store: dist.Store, reason: str) -> str:
     """Write `reason` down as the failure of the group; returns the first one that was written."""
     return store.compare_set("failure", "", reason).decode()
 
 
-def known_failure(store) -> str | None:
+def known_failure(store: dist.Store) -> str | None:
     """Why the group failed, or None."""
     return store.get("failure").decode() if store.check(["failure"]) else None
 
 
-def wait_for_all(store, name: str, size: int, timeout: float) -> list[str]:
+def wait_for_all(store: dist.Store, name: str, size: int, timeout: float) -> list[str]:
     """The values of `name`/0 .. `name`/size - 1. Raises GroupError naming the ranks that do not arrive in time."""
     deadline, keys = time.monotonic() + timeout, {rank: f"{name}/{rank}" for rank in range(size)}
     while absent := [str(rank) for rank, key in keys.items() if not store.check([key])]:
