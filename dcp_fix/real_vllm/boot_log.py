@@ -56,7 +56,7 @@ def error_in(line: str) -> str | None:
 
 
 def not_as_asked(said: dict, plugin: bool, put_back: tuple[str, ...] = (), ranks: int = 1) -> str | None:
-    """Why the answers are not those of the rung: the plugin was not loaded, or was, or put nothing back; or no NCCL."""
+    """Why the answers are not those of the rung: the plugin was not loaded, or was, or failed; or no NCCL."""
     off = any(line.startswith("switched off") for line in said["plugin"])
     if ranks > 1 and not said["nccl"]:
         return (
@@ -65,6 +65,8 @@ def not_as_asked(said: dict, plugin: bool, put_back: tuple[str, ...] = (), ranks
         )
     if plugin and (not said["plugin"] or off):
         return "vLLM did not load the plugin: is this package installed with its entry point where vLLM's workers run?"
+    if failed := next((line for line in said["plugin"] if "cannot change" in line), None):
+        return f"the plugin could not do what it is for: {failed}"
     if not plugin and any("applied to" in line for line in said["plugin"]):
         return "vLLM loaded the plugin although it was switched off"
     for name in put_back:

@@ -216,6 +216,7 @@ def test_long_lines_and_long_logs_hide_nothing_and_end(tmp_path):
         (True, (), [], "did not load"),
         (True, (), ["switched off by DCP_FIX_PLUGIN=0"], "did not load"),
         (True, (), ["this vLLM needs none of the plugin's repairs, nothing is changed"], None),
+        (True, (), ["route_attention applied to x", "k-rows not repaired, f cannot change y: E"], "cannot change y: E"),
         (False, (), [], None),
         (False, (), ["replace_launcher applied to vllm.x"], "although it was switched off"),
         (True, ("k-rows",), ["this vLLM has k-rows"], "did not put k-rows back"),
