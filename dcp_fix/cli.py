@@ -11,7 +11,7 @@ import os
 import sys
 import traceback
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -66,7 +66,7 @@ def run(arguments: list[str]) -> int:
     except UserError as error:
         say(error)
         return USER_ERROR
-    except ClickError as error:
+    except ClickError as error:  # type: ignore[misc]
         context = getattr(error, "ctx", None)
         say(f"{error.format_message()} See {context.command_path if context else 'dcp-fix'} --help.")
         return USER_ERROR
@@ -74,7 +74,7 @@ def run(arguments: list[str]) -> int:
         to_nowhere(sys.stdout)
         return BROKEN_PIPE
     except SystemExit as stop:
-        return BROKEN_PIPE if stop.code == 1 else stop.code  # 1 is what rich makes of a broken pipe
+        return BROKEN_PIPE if stop.code == 1 else int(stop.code)  # 1 is what rich makes of a broken pipe
     except Exception as error:  # noqa: BLE001 - whatever it is, 1 would say "different"
         if out_of_memory(error):
             say(f"not enough memory for what was asked ({error}); ask for less, or on another machine")
@@ -212,7 +212,13 @@ def reproduce(
     keep_freed_memory()
     from dcp_fix.ladder import ladder
 
-    options = {"tp": tp, "dcp": dcp, "device": device, "checkpoint": checkpoint, "classes": names(classes)}
+    options: dict[str, Any] = {
+        "tp": tp,
+        "dcp": dcp,
+        "device": device,
+        "checkpoint": checkpoint,
+        "classes": names(classes),
+    }
     raise typer.Exit(ladder.main(prompts=prompts, stale=stale, json_path=json, **options))
 
 
@@ -254,7 +260,8 @@ def reproduce_vllm(
     """The same ladder in the installed vLLM, on GPUs: as installed, defects put back, with the plugin."""
     from dcp_fix.real_vllm import real_ladder
 
-    asked = {"tp": tp, "dcp": dcp, "checkpoint": checkpoint, "prompts": prompts, "classes": ",".join(names(classes))}
+    asked: dict[str, Any] = {"tp": tp, "dcp": dcp, "checkpoint": checkpoint, "prompts": prompts}
+    asked |= {"classes": ",".join(names(classes))}
     asked |= {"model": model, "put_back": put_back, "rungs": rungs, "one_batch": one_batch, "cuda_graphs": cuda_graphs}
     asked |= {"pcp": pcp, "llm": llm, "timeout": timeout, "logs": logs, "resume": resume}
     raise typer.Exit(real_ladder.from_options(json_path=json, **asked))
@@ -329,7 +336,13 @@ def verify(
     if plant == "list":
         typer.echo(all_planted.listing())
         raise typer.Exit
-    settings = {"tp": tp, "prompts": prompts, "combine": combine, "device": device, "cuda_graphs": cuda_graphs}
+    settings: dict[str, Any] = {
+        "tp": tp,
+        "prompts": prompts,
+        "combine": combine,
+        "device": device,
+        "cuda_graphs": cuda_graphs,
+    }
     settings |= {"logits": logits, "dcp": numbers(dcp), "classes": names(classes), "share_gpus": share_gpus}
     settings |= {"passes": names(passes)} | ({"checkpoint": checkpoint} if checkpoint else {})
     if plant == "all":
@@ -381,9 +394,7 @@ def doctor(
 
     paths = [str(target) for target in targets or ()]
     raise typer.Exit(
-        report.main(
-            paths, releases=release or (), with_plugin=with_plugin, serve_args=serve_args, json=json and str(json)
-        )
+        report.main(paths, releases=release or (), with_plugin=with_plugin, serve_args=serve_args, json=json)
     )
 
 

@@ -102,7 +102,8 @@ def sizes(tokens, contexts, dcps, tp: int, heads: int, topk: int) -> Iterator[Si
 def measure(size: Size, device: torch.device) -> Result:
     """Time one size on this device."""
     group, (q, cache, ids, offset) = Mirror(size.dcp), inputs(size, device)
-    partial, keys = ordinary_partial, (cache, ids, offset)
+    partial: Callable = ordinary_partial
+    keys: tuple = (cache, ids, offset)
     if size.classes:
         partial, keys = exact_partial, (*keys, leaf_table(size, device))
     manager = (exact_attention.ExactManager if size.classes else CombineManager)(group, size.method, size.tokens)

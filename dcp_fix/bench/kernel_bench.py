@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from rich.console import Console
@@ -103,14 +104,15 @@ def timed(case: KernelCase, call: Callable, limits: Ceilings, repeats: int) -> l
 @contextmanager
 def poisoned():
     """Whatever is allocated uninitialised holds NaN, or the largest integer."""
-    before = torch.are_deterministic_algorithms_enabled(), torch.utils.deterministic.fill_uninitialized_memory
+    settings: Any = torch.utils.deterministic
+    before = torch.are_deterministic_algorithms_enabled(), settings.fill_uninitialized_memory
     torch.use_deterministic_algorithms(True, warn_only=True)
-    torch.utils.deterministic.fill_uninitialized_memory = True
+    settings.fill_uninitialized_memory = True
     try:
         yield
     finally:
         torch.use_deterministic_algorithms(before[0])
-        torch.utils.deterministic.fill_uninitialized_memory = before[1]
+        settings.fill_uninitialized_memory = before[1]
 
 
 def launches(call: Callable) -> list[float]:
@@ -151,7 +153,8 @@ def main(works: tuple[str, ...], against: Path | None, record_path: Path | None)
         raise UserError("bench kernels times CUDA kernels, and there is no GPU here")
     if unknown := set(works) - WORKS.keys():
         raise UserError(f"no work {', '.join(sorted(unknown))}; choose from {', '.join(WORKS)}")
-    pieces, limits, rows = Pieces(against) if against else None, ceilings(), []
+    pieces, limits = Pieces(against) if against else None, ceilings()
+    rows: list = []
     for work in works:
         for make in track(WORKS[work], work, console=Console(stderr=True)):
             rows += measure(make(torch.device("cuda"), pieces), limits)

@@ -51,8 +51,8 @@ class KernelCase:
     sets: int
     bytes: int
     flops: int
-    contenders: dict[str, Callable[[int], object]]
-    error: Callable[[object], float]
+    contenders: dict[str, Callable]
+    error: Callable
     allowed: float
     host: bool = False  # time the launch from Python instead of the kernel
 
@@ -161,7 +161,7 @@ def combine(method: str, tokens: int, wire: torch.dtype, device, pieces) -> Kern
     theirs = pieces.combine() if pieces and wire == BF16 else None
     contenders = {}
     if method == "ag_rs":
-        contenders["here"] = lambda i: ours.weigh(*sets[i], 1, wire)
+        contenders["here"] = lambda i: ours.weigh(sets[i][0], sets[i][1], 1, wire)
         if theirs:
             contenders["upstream"] = lambda i: theirs.weigh(*sets[i], 1).unflatten(1, (DCP, local)).transpose(0, 1)
     else:
@@ -217,8 +217,8 @@ def attend(tokens: int, heads: int, dcp: int, device, pieces) -> KernelCase:
     cache = filled_cache(device)
     sets = [attend_inputs(tokens, heads, dcp, device, number) for number in range(1 if tokens > 1000 else 4)]
     plan = workspace.plan(tokens, heads, TOPK, workspace.num_sms(device), capacity=ROWS, ranks=dcp)
-    ours = lambda i: sparse_partial(*given(sets[i], cache), plan=plan)  # noqa: E731
-    contenders = {"here": partial(through, None, ours)}
+    ours = lambda i: sparse_partial(*given(sets[i], cache), plan=plan)  # type: ignore[misc]  # noqa: E731
+    contenders: dict[str, Callable] = {"here": partial(through, None, ours)}
     if pieces:
         flashmla = pieces.flashmla()
         packed = [pack(slots, tail=-1) for _, slots in sets]

@@ -10,6 +10,7 @@ import os
 import sys
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 
 from rich.console import Console
 from rich.table import Table
@@ -137,7 +138,7 @@ def print_table(console: Console, report: Report):
     console.print()
 
 
-def main(targets: list[str], *, releases=(), with_plugin=False, serve_args=None, json: str | None = None) -> int:
+def main(targets: list[str], *, releases=(), with_plugin=False, serve_args=None, json: Path | str | None = None) -> int:
     """Examine every target in turn; returns the exit status."""
     command = None if serve_args is None else serving.parsed(serve_args)
     output.check(json)

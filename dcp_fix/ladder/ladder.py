@@ -112,7 +112,7 @@ def run(
     progress: Callable | None = None, shown: Callable[[LadderRow], None] | None = None,
 ) -> list[LadderRow]:  # fmt: skip
     """Climb with the ranks as threads; `progress(rung, prompt_class, done, total)` counts rows times layers."""
-    return climb(lambda *asked: generate(setup, *asked, progress), prompts, classes, rungs, shown)
+    return climb(lambda rung, name, asked: generate(setup, rung, name, asked, progress), prompts, classes, rungs, shown)
 
 
 def climb(

@@ -16,6 +16,7 @@ It does not: compare tokens or logits of a run that goes by itself (verify.py), 
 import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 import torch
 
@@ -101,7 +102,7 @@ def model_for(case: ForcedCase, model: Model) -> Model:
     return model if config is model.config and not case.ties else Model(config, weights)
 
 
-def make_engine(case: ForcedCase, model: Model, group: Watcher, size: int, unit: int, combine: str, ops: Ops) -> Engine:
+def make_engine(case: ForcedCase, model: Model, group: Any, size: int, unit: int, combine: str, ops: Ops) -> Engine:
     """A watched engine of the case; its prefix cache counts in blocks on `unit` ranks."""
     round_of = BLOCK * unit
     length = max(len(case.prompt), len(case.first)) + STEPS_DECODED + case.room
@@ -159,7 +160,7 @@ def gathered(case: ForcedCase, size: int, watcher: Watcher) -> ForcedRow:
     }
     return ForcedRow(
         case.name, size, case.cache_format, case.interleave, asdict(found[0]) if found else None, largest,
-        watcher.batches, tuple(watcher.pieces),
+        watcher.batches, (watcher.pieces[0], watcher.pieces[1]),
     )  # fmt: skip
 
 

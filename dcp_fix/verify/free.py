@@ -9,6 +9,7 @@ It does not: compare sublayer by sublayer (forced.py), or judge whether an answe
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -66,7 +67,8 @@ class Traced:
     """A group that keeps a digest of every all_reduce: a sublayer's output, whole and the same on every rank."""
 
     def __init__(self, group: Group) -> None:
-        self.group, self.digests = group, []
+        self.group = group
+        self.digests: list[str] = []
 
     def __getattr__(self, name):
         return getattr(self.group, name)
@@ -87,7 +89,7 @@ def answers(
 
     A `watcher`, made over `Traced(group)`, records the first prompt's run for the forced pass.
     """
-    traced = watcher.group if watcher else Traced(group)
+    traced: Any = watcher.group if watcher else Traced(group)
     engine = Engine(
         model, watcher or traced, dcp_size=size, combine=settings.combine, stale="noise", device=device,
         ops=Ops() if size == settings.dcp[0] else settings.ops, static_decode=settings.cuda_graphs,

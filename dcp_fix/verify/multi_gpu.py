@@ -167,8 +167,8 @@ def on_rank(group: Group, plan: Plan, part: str, model: Model, progress: Callabl
     """What each rank does; all of them get the same results, times aside."""
     device = model.weights["model.norm.weight"].device
     reports = [verify.report(group, settings, model, device, progress) for settings in plan.settings(part)]
-    setup = ladder.Setup(model, group.size, group.size, "previous", device)
-    answers = lambda *asked: ladder.on_rank(group, setup, *asked, progress)  # noqa: E731
+    setup = ladder.Setup(model, group.size, group.size, "previous", str(device))
+    answers = lambda rung, name, asked: ladder.on_rank(group, setup, rung, name, asked, progress)  # noqa: E731
     rows = ladder.climb(answers, plan.prompts, plan.classes)
     results = {
         "verify": [verify_report.as_json(report) for report in reports],

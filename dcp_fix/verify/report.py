@@ -97,7 +97,7 @@ def steps(report) -> Table:
     grid = Table()
     for name in ("tokens", "step", "SHA256 of the logits", "DCP"):
         grid.add_column(name, no_wrap=True)
-    found = {}
+    found: dict = {}
     for row in report.rows:
         for step, digest in enumerate(row.logits):
             found.setdefault((row.prompt_class, row.number, step, digest), []).append(str(row.dcp))

@@ -235,7 +235,7 @@ class Watcher:
             return self.ops.select(*given)
         first = int(query_positions[0]) - self.start
         number, last = first // len(q), first + len(q) >= self.tokens
-        if self.skipped(number % FEW and not last):
+        if self.skipped(bool(number % FEW) and not last):
             return self.reference[self.batch, self.layer, "selection", 0][first : first + len(q)]
         return self.ops.select(*given)
 
@@ -275,7 +275,7 @@ class Watcher:
         result = self.ops.route(q, watched, manager, decode_only).clone()
         if self.reference is not None:
             expected = self.reference[self.batch, self.layer, "attention", self.piece]
-            self.judge(q, *held[-1], result, expected)
+            self.judge(q, *held[-1], result, expected)  # type: ignore[call-arg]
         return self.near("attention", result, self.piece)
 
     def partial(self, q, kv, slots, scale, cache_format=None, kv_scale=None, plan=None) -> tuple[Tensor, Tensor]:

@@ -85,7 +85,8 @@ def report(group: Group, settings: Settings, model: Model, device, progress: Cal
     rest = compare(runs, settings), odd_ranks(group, runs, device), tuple(rows)
     if isinstance(group, LocalGroup):
         return Report(settings, "threads", [device_name(device)], *rest)
-    return Report(settings, group.transport, device_names(group, device), *rest)
+    transport = group.transport  # type: ignore[attr-defined]  # of a TorchGroup
+    return Report(settings, transport, device_names(group, device), *rest)
 
 
 def measure(
