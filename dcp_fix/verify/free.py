@@ -90,8 +90,9 @@ def answers(
     A `watcher`, made over `Traced(group)`, records the first prompt's run for the forced pass.
     """
     traced: Any = watcher.group if watcher else Traced(group)
+    seen: Any = watcher or traced
     engine = Engine(
-        model, watcher or traced, dcp_size=size, combine=settings.combine, stale="noise", device=device,
+        model, seen, dcp_size=size, combine=settings.combine, stale="noise", device=device,
         ops=Ops() if size == settings.dcp[0] else settings.ops, static_decode=settings.cuda_graphs,
         max_length=max(len(prompt.ids) for prompt in prompts) + ladder.NEW_TOKENS,
     )  # fmt: skip
