@@ -26,7 +26,7 @@ from dcp_fix.doctor.reach import PROBED, reach
 from dcp_fix.doctor.release import fetch_release
 from dcp_fix.doctor.runner import Finding, finding, probe_target
 from dcp_fix.doctor.target import Target, TargetError
-from dcp_fix.repairs.repairs import REPAIRED
+from dcp_fix.repairs.repairs import REPAIRED, kept_out
 
 COLOURS = {"ok": "green", "defect": "bold red", "not-applicable": "dim", "not-run": "yellow"}
 
@@ -84,16 +84,9 @@ def repaired(target: Target, findings: list[Finding], environment: Mapping[str, 
     if not fixes:
         return findings, "the plugin does nothing"
     said = f"with the plugin, which repairs: {', '.join(fixes)}"
-    return probe_target(target, fixes=fixes), f"{said}; but {kept}" if (kept := kept_out(environment)) else said
-
-
-def kept_out(environment: Mapping[str, str]) -> str | None:
-    """What in an environment keeps vLLM from loading the plugin, None where nothing does."""
-    allowed, switch = environment.get("VLLM_PLUGINS"), environment.get("DCP_FIX_PLUGIN", "1")
-    if allowed is not None and "dcp_fix" not in allowed.split(","):
-        return f"this environment will not load it: VLLM_PLUGINS={shown(allowed)}"
-    off = switch.lower() in ("0", "false", "off", "no")
-    return f"this environment switches it off: DCP_FIX_PLUGIN={switch}" if off else None
+    if assignment := kept_out(environment):
+        said += f"; but this environment keeps it out: {shown(assignment)}"
+    return probe_target(target, fixes=fixes), said
 
 
 def with_answers(report: Report, command: serving.Command, target: Target) -> Report:

@@ -11,7 +11,7 @@ import functools
 import importlib
 import os
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from types import ModuleType
 
 from dcp_fix.repairs.launcher import UnsupportedRelease, launcher
@@ -23,11 +23,11 @@ SWITCH = "DCP_FIX_PLUGIN"
 OFF = ("0", "false", "off", "no")
 
 
-def kept_out() -> str | None:
+def kept_out(environment: Mapping[str, str] = os.environ) -> str | None:
     """Why vLLM, started in this environment, would repair nothing: an assignment that says so; None if it would."""
-    if os.environ.get(SWITCH, "1").lower() in OFF:
-        return f"{SWITCH}={os.environ[SWITCH]}"
-    allowed = os.environ.get("VLLM_PLUGINS")
+    if environment.get(SWITCH, "1").lower() in OFF:
+        return f"{SWITCH}={environment[SWITCH]}"
+    allowed = environment.get("VLLM_PLUGINS")
     return None if allowed is None or "dcp_fix" in allowed.split(",") else f"VLLM_PLUGINS={allowed}"
 
 

@@ -282,10 +282,10 @@ def test_no_escape_of_a_target_s_registry_reaches_the_terminal(tmp_path, capsys)
 @pytest.mark.parametrize(
     ("setting", "value", "says"),
     [
-        ("VLLM_PLUGINS", "other", "but this environment will not load it: VLLM_PLUGINS=other"),
-        ("VLLM_PLUGINS", "", "but this environment will not load it: VLLM_PLUGINS="),
+        ("VLLM_PLUGINS", "other", "but this environment keeps it out: VLLM_PLUGINS=other"),
+        ("VLLM_PLUGINS", "", "but this environment keeps it out: VLLM_PLUGINS="),
         ("VLLM_PLUGINS", "other,dcp_fix", None),
-        ("DCP_FIX_PLUGIN", "Off", "but this environment switches it off: DCP_FIX_PLUGIN=Off"),
+        ("DCP_FIX_PLUGIN", "Off", "but this environment keeps it out: DCP_FIX_PLUGIN=Off"),
         ("DCP_FIX_PLUGIN", "1", None),
     ],
 )
