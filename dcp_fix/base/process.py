@@ -1,7 +1,7 @@
 """What a command does with its process: streams that can be written, signals that are noticed, an exit status.
 
     ready_streams()                      before anything is printed
-    with stoppable(): ...                SIGTERM and SIGHUP raise Stopped, as Ctrl-C raises KeyboardInterrupt
+    with stoppable(): ...                Ctrl-C, SIGTERM and SIGHUP raise Stopped, a KeyboardInterrupt
     sys.exit(flushed(status))            after everything is printed
 
 A signal that this process was told to ignore (nohup, a script's background job) stays ignored.
@@ -15,10 +15,12 @@ import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import FrameType
 
 from dcp_fix.base.errors import USER_ERROR, UserError
 
 BROKEN_PIPE = 128 + signal.SIGPIPE
+AGAIN_S = 0.05  # until a signal that came in an import is tried again
 
 
 class Stopped(KeyboardInterrupt):
@@ -44,18 +46,35 @@ def ending(code: int) -> str:
 
 @contextmanager
 def stoppable() -> Iterator[None]:
-    """While inside, SIGTERM and SIGHUP raise `Stopped`, so that what was begun is tidied up. In a main thread only."""
+    """While inside, Ctrl-C, SIGTERM and SIGHUP raise `Stopped`, so that what was begun is tidied up. Main thread only.
 
-    def stop(number: int, frame: object) -> None:
+    Not in the middle of an import, which may swallow it (torch's does): there it is raised as soon as that has ended.
+    """
+
+    def stop(number: int, frame: FrameType | None) -> None:
+        if importing(frame):
+            signal.signal(signal.SIGALRM, lambda _, later: stop(number, later))
+            signal.setitimer(signal.ITIMER_REAL, AGAIN_S)
+            return
         raise Stopped(number)
 
-    heeded = [n for n in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) is not signal.SIG_IGN]
-    before = {number: signal.signal(number, stop) for number in heeded}
+    heeded = [n for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) is not signal.SIG_IGN]
+    before = {signal.SIGALRM: signal.getsignal(signal.SIGALRM)} | {n: signal.signal(n, stop) for n in heeded}
     try:
         yield
     finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def importing(frame: FrameType | None) -> bool:
+    """Whether a frame was reached through an import."""
+    while frame is not None:
+        if frame.f_code.co_filename.startswith("<frozen importlib"):
+            return True
+        frame = frame.f_back
+    return False
 
 
 class Forgiving(io.TextIOWrapper):

@@ -67,3 +67,26 @@ def test_a_signal_during_the_work_of_threads_leaves_nothing(tmp_path, number, ar
     assert process.returncode == 128 + number
     assert "Traceback" not in said and said.rstrip().endswith("stopped")
     assert list(tmp_path.iterdir()) == []
+
+
+SWALLOWS = """
+import os, signal
+try:
+    os.kill(os.getpid(), signal.{name})
+except BaseException:
+    pass
+"""
+
+
+@pytest.mark.parametrize("name", ["SIGINT", "SIGTERM", "SIGHUP"])
+def test_a_signal_in_an_import_that_swallows_it_is_raised_when_that_has_ended(tmp_path, name):
+    """As torch's import does, now and then: the command went on as if nobody had asked it to end."""
+    (tmp_path / "swallows.py").write_text(SWALLOWS.format(name=name))
+    code = (
+        "import sys, time\nfrom dcp_fix.base.process import status_of, stoppable\n"
+        "try:\n    with stoppable():\n        import swallows\n        time.sleep(20)\n"
+        "except KeyboardInterrupt as stop:\n    sys.exit(status_of(stop))\n"
+    )
+    environment = os.environ | {"PYTHONPATH": f"{tmp_path}:{ROOT}"}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, preexec_fn=heed_signals, timeout=100)
+    assert done.returncode == 128 + signal.Signals[name]
