@@ -31,10 +31,16 @@ def fused_norm_rope(
         k_pe_out.copy_(torch.stack([a * cos - b * sin, b * cos + a * sin], -1).flatten(1))
     if has_indexer:
         topk_indices_buffer[: len(slots)] = -1
-    for slot in slots:
+    tiles = norm(kv_c, kv_rms_norm_w, kv_rms_eps).view(-1, 4, 128)
+    scales = (tiles.abs().amax(-1) / 448).log2().ceil().exp2()
+    values = (tiles / scales[..., None]).to(torch.float8_e4m3fn).view(-1, 512).view(torch.uint8)
+    entries = torch.cat([values, scales.view(torch.uint8)], dim=1)
+    for token, slot in enumerate(slots):
         if slot >= 0:
             if mla_kv_cache is not None:
                 mla_kv_cache.view(torch.uint8)[slot // 64, slot % 64] = 1
+                if mla_kv_cache_dtype == "fp8_ds_mla":
+                    mla_kv_cache.view(torch.uint8)[slot // 64, slot % 64, :528] = entries[token]
             if indexer_k_cache is not None:
                 indexer_k_cache.view(indexer_k_cache.shape[0], -1)[slot // 64, slot % 64 * 128] = 1
     return q_c_out

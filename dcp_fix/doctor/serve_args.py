@@ -55,6 +55,12 @@ NEEDED = {
     "silent-collective": ("dcp", "no pcp", "ag_rs", "nccl"),
     "flashinfer-workspace": ("dcp", "flashinfer"),
     "direct-a2a-layout": ("dcp", "a2a", "direct"),
+    "scale-contract": ("module", "fp8 cache", "blackwell"),
+    "slot-mapping": ("dcp",),
+    "index-filter": ("dcp", "module"),
+    "mtp-lengths": ("dcp", "module", "speculation"),
+    "pcp-partition": ("pcp",),
+    "query-preparation": ("module",),
 }
 Fact = tuple[bool | None, str]  # whether it holds, None where that is not known; a sentence
 
@@ -214,6 +220,7 @@ def facts(command: Command, root: Path) -> dict[str, Fact]:
     return {
         "dcp": (o.dcp > 1, f"DCP {o.dcp}"),
         "no pcp": (o.pcp == 1, f"PCP {o.pcp}{', which combines in another way' if o.pcp > 1 else ''}"),
+        "pcp": (o.pcp > 1, f"PCP {o.pcp}"),
         "module": served_by_module(o, model, root),
         "dense prefill": (not o.force_mqa, f"sparse_mla_force_mqa {prefill}"),
         "flashmla": is_named(backend, "FLASHMLA_SPARSE", "the attention backend", "depends on the GPU"),
@@ -222,6 +229,8 @@ def facts(command: Command, root: Path) -> dict[str, Fact]:
         "ag_rs": is_named(comm, "ag_rs", "the combine", "depends on the model"),
         "a2a": is_named(comm, "a2a", "the combine", "depends on the model"),
         "nccl": (True, disabled or "wrong where vLLM's NCCL does not load, as its log says"),
+        "blackwell": (None, "Blackwell alone reads it wrong, and the GPU is not part of the command"),
+        "speculation": (None, "speculative decoding is not looked at"),
         "direct": (direct.lower() in TRUE, f"{DIRECT}={shown(direct, 20)}"),
     }
 

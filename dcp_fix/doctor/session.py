@@ -12,11 +12,17 @@ from dcp_fix.doctor.probes import (
     collective,
     dcp_layout,
     flashinfer,
+    index_filter,
     kernel,
     kernel_run,
     layer,
     merge,
+    mtp_lengths,
+    pcp_partition,
+    query_preparation,
     routing,
+    scale_contract,
+    slot_mapping,
     workspace,
     workspace_record,
 )
@@ -130,6 +136,32 @@ def flashinfer_workspace(session: Session, progress: Callable) -> Verdict:
         return flashinfer.flashinfer_workspace(world, progress)
 
 
+def slots(session: Session, world: World, progress: Callable) -> Verdict:
+    return slot_mapping.slot_mapping(slot_mapping.load_kernel(world), session.device, progress)
+
+
+def ids(session: Session, world: World, progress: Callable) -> Verdict:
+    """The read side against the write side."""
+    loaded = index_filter.load_filter(world), slot_mapping.load_kernel(world)
+    return index_filter.index_filter(*loaded, session.device, progress)
+
+
+def lengths(session: Session, world: World, progress: Callable) -> Verdict:
+    return mtp_lengths.mtp_lengths(mtp_lengths.load_builder(world), session.device, progress)
+
+
+def partition(session: Session, world: World, progress: Callable) -> Verdict:
+    return pcp_partition.pcp_partition(pcp_partition.load_manager(world), progress)
+
+
+def queries(session: Session, progress: Callable) -> Verdict:
+    """The attention layer with its own kernels, among recording collaborators."""
+    collaborators = layer.Collaborators()
+    with session.world(query_preparation.REAL, query_preparation.stand_ins(collaborators)) as world:
+        attention = routing.load_attention(world)
+        return query_preparation.query_preparation(attention, collaborators, session.device, progress)
+
+
 RUN: dict[str, Callable] = {
     "query-rows": on_kernel(kernel.query_rows),
     "combine-routing": combine_routing,
@@ -140,4 +172,10 @@ RUN: dict[str, Callable] = {
     "silent-collective": in_world(silent_collective, collective.REAL, collective.stand_ins),
     "flashinfer-workspace": flashinfer_workspace,
     "direct-a2a-layout": in_world(direct_a2a_layout),
+    "scale-contract": on_kernel(scale_contract.scale_contract),
+    "slot-mapping": in_world(slots),
+    "index-filter": in_world(ids, stand_ins=lambda: index_filter.STAND_INS),
+    "mtp-lengths": in_world(lengths, stand_ins=lambda: mtp_lengths.STAND_INS),
+    "pcp-partition": in_world(partition),
+    "query-preparation": queries,
 }

@@ -16,7 +16,8 @@ from tests import doctor_targets
 
 REGISTRY = "x = {'GlmMoeDsaForCausalLM': ('vllm.models.deepseek_v32', 'A')}"
 GLM_A2A = "class GlmMoeDsaForCausalLM(Base):\n    set_dcp_defaults(comm_backend='a2a')\n\nclass Next(Base):\n    pass\n"
-IDS = [probe.id for probe in PROBES]
+OLDER, NEWER = [probe.id for probe in PROBES[:9]], [probe.id for probe in PROBES[9:]]
+IDS = OLDER + NEWER
 
 
 @pytest.fixture
@@ -64,7 +65,22 @@ Y, N, U = "reached", "not reached", "cannot tell"
 )
 def test_what_a_command_reaches(line, wanted, release, monkeypatch):
     monkeypatch.delenv("VLLM_USE_DIRECT_DCP_A2A", raising=False)
-    assert {name: found.reach for name, found in reaches(line, release).items()} == dict(zip(IDS, wanted, strict=True))
+    found = reaches(line, release)
+    assert {name: found[name].reach for name in OLDER} == dict(zip(OLDER, wanted, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("line", "wanted"),  # scale-contract, slot-mapping, index-filter, mtp-lengths, pcp-partition, query-preparation
+    [
+        (FP8, [U, Y, Y, U, N, Y]),
+        (FP8.replace("-dcp 4", "-pcp 2"), [U, N, N, N, Y, Y]),
+        ("GLM-5.2 -dcp 2 --kv-cache-dtype bfloat16", [N, Y, Y, U, N, Y]),
+        ("some/model -dcp 4 -pcp 4", [U, Y, U, U, Y, U]),
+    ],
+)
+def test_what_a_command_reaches_of_slots_lengths_and_scales(line, wanted, release):
+    found = reaches(line, release)
+    assert {name: found[name].reach for name in NEWER} == dict(zip(NEWER, wanted, strict=True))
 
 
 def test_a_module_that_no_model_is_served_by_is_reached_by_nobody(release):

@@ -20,6 +20,9 @@ GIVE_NCCL = (
 NOT_DIRECT = "pass --dcp-comm-backend ag_rs, or set VLLM_USE_DIRECT_DCP_A2A=0"
 NOWHERE = "vLLM vllm/distributed/device_communicators (no upstream issue known)"
 
+POWER_OF_TWO = "use 0.31.0 or newer on Blackwell; Hopper reads either scale"
+NO_RELEASE = "no release that was probed has it: compare your files with a release's, or report it upstream"
+
 
 @dataclass(frozen=True)
 class Probe:
@@ -45,4 +48,10 @@ PROBES = (
     Probe("silent-collective", "communicator", NOWHERE, GIVE_NCCL),
     Probe("flashinfer-workspace", "flashinfer", "vLLM issue 50781", "use 0.30.0 or newer"),
     Probe("direct-a2a-layout", "manager", "vLLM issue 54305, PR 54472", NOT_DIRECT),
+    Probe("scale-contract", "kernel", "vLLM PR 49435, PR 54563; FlashMLA PR 184, PR 192", POWER_OF_TWO),
+    Probe("slot-mapping", "slots", "vLLM vllm/v1/worker/gpu/block_table.py", NO_RELEASE),
+    Probe("index-filter", "ids", "vLLM PR 46514", NO_RELEASE),
+    Probe("mtp-lengths", "indexer", "vLLM PR 46076", NO_RELEASE),
+    Probe("pcp-partition", "partition", "vLLM PR 56157, issue 53573", NO_RELEASE),
+    Probe("query-preparation", "attention", "vLLM vllm/models/deepseek_v32/attention.py", NO_RELEASE),
 )
