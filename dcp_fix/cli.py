@@ -90,8 +90,8 @@ def say(error: object) -> None:
 
 
 def out_of_memory(error: Exception) -> bool:
-    """Whether a tensor did not fit: torch has a type for GPUs and a sentence for CPUs."""
-    return type(error).__name__ == "OutOfMemoryError" or "can't allocate memory" in str(error)
+    """Whether something did not fit: torch has a type for GPUs and a sentence for CPUs, the system one of its own."""
+    return type(error).__name__ in ("OutOfMemoryError", "MemoryError") or "allocate memory" in str(error)
 
 
 def leave(status: int) -> None:
