@@ -91,7 +91,8 @@ def say(error: object) -> None:
 
 def out_of_memory(error: Exception) -> bool:
     """Whether something did not fit: torch has a type for GPUs and a sentence for CPUs, the system one of its own."""
-    return type(error).__name__ in ("OutOfMemoryError", "MemoryError") or "allocate memory" in str(error)
+    told = ("allocate memory", "can't start new thread")
+    return type(error).__name__ in ("OutOfMemoryError", "MemoryError") or any(text in str(error) for text in told)
 
 
 def leave(status: int) -> None:

@@ -110,9 +110,19 @@ def test_a_fault_of_ours_has_a_status_of_its_own_and_the_way_to_report_it(monkey
     assert "Traceback" in said and "too many \\x1b[31mvalues" in said and said.rstrip().endswith(cli.REPORT)
 
 
-@pytest.mark.parametrize("error", [MemoryError, RuntimeError])
+@pytest.mark.parametrize(
+    "error",
+    [
+        MemoryError(),
+        RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes"),
+        RuntimeError("unable to mmap 25056624 bytes from file <model.safetensors>: Cannot allocate memory (12)"),
+        OSError(12, "Cannot allocate memory"),
+        RuntimeError("can't start new thread"),
+    ],
+)
 def test_what_does_not_fit_into_memory_is_no_fault_of_ours(monkeypatch, ladder, capsys, error):
-    ladder.result = error("DefaultCPUAllocator: can't allocate memory: you tried to allocate 9 bytes")
+    """What torch, safetensors and Python say under `ulimit -v`."""
+    ladder.result = error
     assert run_main(monkeypatch, "reproduce") == 2
     assert "not enough memory" in capsys.readouterr().err
 
