@@ -5,6 +5,7 @@ from dataclasses import dataclass
 
 from dcp_fix.base import equality
 from dcp_fix.base.errors import UserError
+from dcp_fix.ladder import ladder
 from dcp_fix.real_vllm.boot import Answered, Boot
 from dcp_fix.real_vllm.questions import Question
 from dcp_fix.real_vllm.rungs import PLUGIN, REFERENCE, WORKAROUND, Settings
@@ -33,24 +34,11 @@ class JudgedAnswer:
 
 
 @dataclass(frozen=True)
-class RungRow:
-    """One rung, class and way of asking: an answer per prompt, or why there is none."""
+class RungRow(ladder.LadderRow):
+    """One rung, class and way of asking."""
 
-    rung: str
-    prompt_class: str
-    answers: list[JudgedAnswer]
-    failure: str | None
-    batch: bool
-
-    @property
-    def right(self) -> int:
-        """Prompts answered rightly."""
-        return sum(answer.right for answer in self.answers)
-
-    @property
-    def equal(self) -> int:
-        """Prompts whose tokens are DCP1's."""
-        return sum(answer.first_difference is None for answer in self.answers)
+    answers: list[JudgedAnswer]  # type: ignore[assignment]
+    batch: bool = False
 
     @property
     def nan(self) -> int:
